@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use tilewire_core::{Error, ErrorKind, Result};
 
 use super::manifest::{self, BLOCK, MANIFEST, Manifest};
-use super::shard::Reader;
+use super::shard::{Block, Reader};
 use super::store;
 
 /// A checkpoint in the folder of a run.
@@ -91,7 +91,7 @@ fn verify_one(path: &Path) -> Verified {
 /// its number.
 pub(super) fn damage(dir: &Path, m: &Manifest, (i, of): (usize, usize)) -> Vec<Error> {
     let (mut reader, mut out) = (Reader::new(dir, m), Vec::new());
-    let mut good = Vec::new();
+    let (mut good, mut bytes) = (Vec::new(), Vec::new());
     for file in 0..m.files.len() {
         match reader.open(file) {
             Ok(_) => good.push(true),
@@ -105,10 +105,10 @@ pub(super) fn damage(dir: &Path, m: &Manifest, (i, of): (usize, usize)) -> Vec<E
     }
     for (_, t) in m.tensors.iter().enumerate().filter(|(n, _)| n % of == i) {
         for part in t.parts.iter().filter(|p| good[p.file]) {
-            for block in 0..(4 * part.num_values()).div_ceil(BLOCK) {
-                if let Err(e) = reader.block(t, part, block) {
-                    out.push(e);
-                }
+            for num in 0..(4 * part.num_values()).div_ceil(BLOCK) {
+                let block = Block { tensor: t, part, num };
+                let read = reader.read(block, &mut bytes);
+                out.extend(read.and_then(|()| block.check(dir, m, &bytes)).err());
             }
         }
     }

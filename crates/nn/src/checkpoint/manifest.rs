@@ -306,4 +306,4 @@ fn overlap<'a>(pieces: impl Iterator<Item = &'a [u64; 4]>) -> Option<[&'a [u64; 
 
 #[cfg(test)]
 #[path = "manifest_tests.rs"]
-mod tests;
+pub(super) mod tests;

@@ -1,7 +1,7 @@
 use super::*;
 
 /// A manifest of two files and a tensor in both of them, one part in two pieces.
-fn small() -> Manifest {
+pub fn small() -> Manifest {
     let hex = |text: &str| blake3::hash(text.as_bytes()).to_hex().to_string();
     let file = |i: u64| FileEntry {
         name: format!("rank-{i:05}.safetensors"),

@@ -4,14 +4,17 @@
 //! its own; rank 0 adds the manifest, which has a digest of every byte, and puts the folder in
 //! place in one step (`store.rs`). [`resume`] reads what this rank needs, checks the digest of all
 //! that it reads, and, given the folder of a run, takes the newest checkpoint that is whole. Both
-//! hold a few blocks of 1 MiB in memory, whatever the size of the model.
+//! hold at most some 40 MiB in memory, whatever the size of the model: the device, digests and the
+//! disk work beside each other on blocks (`stream.rs`, `rows.rs`).
 
 mod gather;
 mod look;
 pub mod manifest;
 mod read;
+mod rows;
 mod shard;
 mod store;
+mod stream;
 
 use std::io::Write;
 use std::path::{Path, PathBuf};

@@ -4,19 +4,18 @@ use std::collections::HashMap;
 use std::fmt;
 use std::path::{Path, PathBuf};
 
-use tilewire_core::{Error, ErrorKind, Result, Shape};
-use tilewire_device::Tensor;
+use tilewire_core::{DType, Error, ErrorKind, Result, convert_from_f32};
+use tilewire_device::{Buffer, Tensor};
 
 use super::manifest::{self, MANIFEST, Manifest, Run, TensorEntry, corrupt};
-use super::shard::Reader;
+use super::rows::{self, Job, Rows};
 use super::{STATES, run_of, settle, store};
 use crate::config::ModelCfg;
 use crate::data::Data;
-use crate::params::Param;
 use crate::train::Trainer;
 
-/// Values that are restored at a time, as whole rows: 1 MiB.
-const CHUNK: usize = 1 << 18;
+/// Values that are restored at a time, as whole rows: 4 MiB.
+const CHUNK: usize = 1 << 20;
 
 /// A parameter of the run that was another when the checkpoint was written.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -193,41 +192,56 @@ fn by_name(m: &Manifest) -> HashMap<&str, &TensorEntry> {
 
 /// Restores this rank's part of all tensors, a few rows at a time.
 fn values(t: &Trainer, dir: &Path, m: &Manifest) -> Result<()> {
-    let (by_name, mut reader) = (by_name(m), Reader::new(dir, m));
+    let by_name = by_name(m);
+    let (mut jobs, mut to) = (Vec::new(), Vec::new());
     for p in &t.model.params {
         for state in STATES {
             let name = format!("{}.{state}", p.name);
             let entry = by_name.get(name.as_str());
             let entry = entry.ok_or_else(|| Error::internal("a tensor that was there is gone"))?;
-            one(p, state, entry, &mut reader)?;
+            jobs.push(Job { tensor: entry, pieces: &p.pieces });
+            to.push(match state {
+                "m" => vec![&p.m],
+                "v" => vec![&p.v],
+                // Of the values, both forms.
+                _ => p.master.iter().chain([&p.w]).collect(),
+            });
         }
     }
-    Ok(())
+    rows::with(dir, m, &jobs, |rows| {
+        let mut buffers = (Vec::new(), Vec::new());
+        jobs.iter().zip(&to).try_for_each(|(job, to)| one(job, to, rows, &mut buffers))
+    })
 }
 
-/// Restores one tensor of a parameter; of the values, both forms.
-fn one(p: &Param, state: &str, entry: &TensorEntry, reader: &mut Reader<'_>) -> Result<()> {
-    let to: Vec<&Tensor> = match state {
-        "m" => vec![&p.m],
-        "v" => vec![&p.v],
-        _ => p.master.iter().chain([&p.w]).collect(),
-    };
+/// Restores one tensor of a parameter. The buffers are for values, and for their bytes in a type
+/// that is not f32.
+fn one(
+    job: &Job<'_>,
+    to: &[&Tensor],
+    rows: &mut Rows<'_>,
+    (values, bytes): &mut (Vec<f32>, Vec<u8>),
+) -> Result<()> {
     let mut local = 0;
-    let mut buffer = Vec::new();
-    for piece in &p.pieces {
+    for piece in job.pieces {
         let cols = piece.cols.len();
         let per = (CHUNK / cols.max(1)).max(1);
         let mut row = piece.rows.start;
         while row < piece.rows.end {
             let num = per.min(piece.rows.end - row);
-            buffer.resize(num * cols, 0.0f32);
-            for (r, out) in (row..row + num).zip(buffer.chunks_exact_mut(cols)) {
-                reader.row(entry, r, (piece.cols.start, piece.cols.end), out)?;
+            values.resize(num * cols, 0.0f32);
+            for (r, out) in (row..row + num).zip(values.chunks_exact_mut(cols)) {
+                rows.take(job.tensor, r, (piece.cols.start, piece.cols.end), out)?;
             }
-            for t in &to {
-                let narrow = Tensor::from_f32(&buffer, t.dtype(), Shape::d2(num, cols))?;
+            for t in to {
                 let place = t.rows(local, num)?;
-                narrow.read(|b| tilewire_device::Buffer::upload(&place, b))??;
+                if t.dtype() == DType::F32 {
+                    place.upload(bytemuck::cast_slice(values))?;
+                } else {
+                    bytes.resize(place.len_bytes(), 0);
+                    convert_from_f32(t.dtype(), values, bytes);
+                    place.upload(bytes)?;
+                }
             }
             local += num;
             row += num;

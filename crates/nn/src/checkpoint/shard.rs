@@ -3,17 +3,17 @@
 //! Any reader of safetensors can read it; where its tensors lie in those of the whole model is in
 //! the manifest. Writer and reader hold a few blocks at a time, whatever the size of the tensors.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::HashMap;
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 
 use safetensors::tensor::{Dtype, Metadata, TensorInfo};
-use tilewire_core::{Error, Result, Shape};
+use tilewire_core::{Error, Result};
 use tilewire_device::Tensor;
 
 use super::manifest::{BLOCK, FileEntry, Manifest, Part, TensorEntry, corrupt};
-use super::store;
+use super::{store, stream};
 use crate::params::Piece;
 
 /// A tensor of a rank, f32, and where its rows lie in the whole.
@@ -38,28 +38,19 @@ pub fn write(folder: &Path, file: usize, sources: &[Source]) -> Result<(FileEntr
     let header = header(sources)?;
     let out = store::create_file(&path)?;
     out.write_all_at(&header, 0).map_err(io)?;
-    let (mut at, mut parts) = (header.len() as u64, Vec::new());
-    for s in sources {
-        let num = s.values.shape().num_elems();
-        let flat = s.values.reshape(Shape::d1(num))?;
-        let per = (BLOCK / 4) as usize;
-        let (offset, mut digests) = (at, Vec::new());
-        for first in (0..num).step_by(per) {
-            flat.rows(first, per.min(num - first))?.read(|bytes| {
-                digests.push(blake3::hash(bytes).to_hex().to_string());
-                out.write_all_at(bytes, at).map_err(io)?;
-                at += bytes.len() as u64;
-                Ok(())
-            })??;
-        }
+    let start = header.len() as u64;
+    let (bytes, digests) = stream::stream(sources, start, &out, &io)?;
+    let (mut offset, mut parts) = (start, Vec::new());
+    for (s, blake3) in sources.iter().zip(digests) {
         let ends =
             |p: &Piece| [p.rows.start, p.rows.end, p.cols.start, p.cols.end].map(|n| n as u64);
         let pieces = s.pieces.iter().map(ends).collect();
-        parts.push(Part { file, offset, pieces, blake3: digests });
+        parts.push(Part { file, offset, pieces, blake3 });
+        offset += s.values.len_bytes() as u64;
     }
     out.sync_all().map_err(io)?;
     let header_blake3 = blake3::hash(&header).to_hex().to_string();
-    let entry = FileEntry { name, bytes: at, header_bytes: header.len() as u64, header_blake3 };
+    let entry = FileEntry { name, bytes, header_bytes: start, header_blake3 };
     Ok((entry, parts))
 }
 
@@ -86,33 +77,69 @@ fn header(sources: &[Source]) -> Result<Vec<u8>> {
     Ok(bytes)
 }
 
-/// Blocks that a reader keeps: the rows of a rank may come from many parts by turns.
-const CACHED: usize = 32;
-
 /// Bytes that the kernel is asked to read ahead: of its page cache, not of ours.
 const AHEAD: u64 = 16 << 20;
 
-/// Reads parts of a checkpoint, and checks the digest of all that it reads.
+/// A block of a part of a tensor: what one digest covers.
+#[derive(Clone, Copy)]
+pub struct Block<'a> {
+    /// The tensor.
+    pub tensor: &'a TensorEntry,
+    /// One of its parts.
+    pub part: &'a Part,
+    /// Number of the block within the part.
+    pub num: u64,
+}
+
+impl Block<'_> {
+    /// Number of the file, and first byte there.
+    pub fn place(&self) -> (usize, u64) {
+        (self.part.file, self.part.offset + self.num * BLOCK)
+    }
+
+    fn len(&self) -> usize {
+        BLOCK.min(4 * self.part.num_values() - self.num * BLOCK) as usize
+    }
+
+    /// Compares the digest of its bytes with that of the manifest.
+    ///
+    /// # Errors
+    /// `Corrupt` if it is another; the text names tensor, file and bytes.
+    pub fn check(&self, dir: &Path, m: &Manifest, bytes: &[u8]) -> Result<()> {
+        match blake3::hash(bytes).to_hex().as_str() == self.part.blake3[self.num as usize] {
+            true => Ok(()),
+            false => Err(self.damaged(dir, m, "their digest is another: they are damaged")),
+        }
+    }
+
+    fn damaged(&self, dir: &Path, m: &Manifest, why: &str) -> Error {
+        let (file, start) = self.place();
+        let (name, tensor, end) =
+            (&m.files[file].name, &self.tensor.name, start + self.len() as u64);
+        let text = format!("{name}: tensor {tensor}: bytes {start} to {end} of the file: {why}");
+        corrupt(dir, text)
+    }
+}
+
+/// Reads blocks of a checkpoint.
 pub struct Reader<'a> {
     dir: &'a Path,
     manifest: &'a Manifest,
-    files: Vec<Option<File>>,
-    /// Start of a block (file, offset) and its bytes, the last read first.
-    blocks: VecDeque<((usize, u64), Vec<u8>)>,
+    /// Files that are open, and up to which byte the kernel was asked to read each.
+    files: Vec<Option<(File, u64)>>,
 }
 
 impl<'a> Reader<'a> {
     /// A reader of the checkpoint `dir`, whose manifest has been checked.
     pub fn new(dir: &'a Path, manifest: &'a Manifest) -> Self {
-        let files = manifest.files.iter().map(|_| None).collect();
-        Self { dir, manifest, files, blocks: VecDeque::new() }
+        Self { dir, manifest, files: manifest.files.iter().map(|_| None).collect() }
     }
 
     /// Opens file number `i` if it is not open, and checks its length and header.
     ///
     /// # Errors
     /// `Corrupt` if it is not what the manifest says, or cannot be read.
-    pub fn open(&mut self, i: usize) -> Result<&File> {
+    pub fn open(&mut self, i: usize) -> Result<&mut (File, u64)> {
         let entry = &self.manifest.files[i];
         let damaged = |what: String| corrupt(self.dir, format_args!("{}: {what}", entry.name));
         if self.files[i].is_none() {
@@ -131,97 +158,29 @@ impl<'a> Reader<'a> {
                 let end = entry.header_bytes;
                 return Err(damaged(format!("bytes 0 to {end}, its header, are damaged")));
             }
-            self.files[i] = Some(file);
+            self.files[i] = Some((file, 0));
         }
-        Ok(self.files[i].as_ref().unwrap_or_else(|| unreachable!("it was opened above")))
+        Ok(self.files[i].as_mut().unwrap_or_else(|| unreachable!("it was opened above")))
     }
 
-    /// Block `i` of a part, whole and checked.
+    /// Reads a block into `bytes`, which are then as many as it has. Its digest is not compared.
     ///
     /// # Errors
-    /// `Corrupt` if it is damaged or cannot be read; the text names tensor, file and bytes.
-    pub fn block(&mut self, t: &TensorEntry, part: &Part, i: u64) -> Result<&[u8]> {
-        let start = part.offset + i * BLOCK;
-        let key = (part.file, start);
-        let found = self.blocks.iter().position(|(k, _)| *k == key);
-        let (_, bytes) = match found.and_then(|at| self.blocks.remove(at)) {
-            Some(b) => b,
-            None => (key, self.read_block(t, part, i, start)?),
-        };
-        self.blocks.push_front((key, bytes));
-        Ok(&self.blocks[0].1)
-    }
-
-    fn read_block(&mut self, t: &TensorEntry, part: &Part, i: u64, start: u64) -> Result<Vec<u8>> {
-        let len = BLOCK.min(4 * part.num_values() - i * BLOCK) as usize;
-        // The memory of the block that goes.
-        let old = (self.blocks.len() >= CACHED).then(|| self.blocks.pop_back()).flatten();
-        let mut bytes = old.map(|(_, b)| b).unwrap_or_default();
-        bytes.resize(len, 0);
-        let file = self.open(part.file)?;
-        let read = file.read_exact_at(&mut bytes, start);
-        // The disk goes on while the digest is computed. A file system that cannot is slower.
-        let ahead = std::num::NonZeroU64::new(AHEAD);
-        rustix::fs::fadvise(file, start + len as u64, ahead, rustix::fs::Advice::WillNeed).ok();
-        let why = match read {
-            Err(e) => e.to_string(),
-            Ok(()) if blake3::hash(&bytes).to_hex().as_str() != part.blake3[i as usize] => {
-                "their digest is another: they are damaged".to_owned()
-            }
-            Ok(()) => return Ok(bytes),
-        };
-        let name = &self.manifest.files[part.file].name;
-        let end = start + len as u64;
-        let text = format!("{name}: tensor {}: bytes {start} to {end} of the file: {why}", t.name);
-        Err(corrupt(self.dir, text))
-    }
-
-    /// Copies columns `cols` of row `row` of a tensor into `out`.
-    ///
-    /// # Errors
-    /// `Corrupt` if a block is damaged, or no part has an element.
-    pub fn row(
-        &mut self,
-        t: &TensorEntry,
-        row: usize,
-        cols: (usize, usize),
-        out: &mut [f32],
-    ) -> Result<()> {
-        let mut filled = 0;
-        for part in &t.parts {
-            let mut before = 0;
-            for p in part.pieces() {
-                let (from, to) = (cols.0.max(p.cols.start), cols.1.min(p.cols.end));
-                if p.rows.contains(&row) && from < to {
-                    let at = before + (row - p.rows.start) * p.cols.len() + from - p.cols.start;
-                    let part_of_row = &mut out[from - cols.0..to - cols.0];
-                    self.values(t, part, at as u64, part_of_row)?;
-                    filled += to - from;
-                }
-                before += p.rows.len() * p.cols.len();
-            }
+    /// `Corrupt` if it cannot be read; the text names tensor, file and bytes.
+    pub fn read(&mut self, block: Block<'_>, bytes: &mut Vec<u8>) -> Result<()> {
+        let (file, start) = block.place();
+        bytes.resize(block.len(), 0);
+        let end = start + bytes.len() as u64;
+        let (dir, m) = (self.dir, self.manifest);
+        let (file, asked) = self.open(file)?;
+        // The disk goes on while the block is used. A file system that cannot is slower.
+        let goes_on = (start..=end + AHEAD).contains(asked);
+        if !goes_on || *asked < end + AHEAD / 2 {
+            let from = if goes_on { *asked } else { start };
+            *asked = end + AHEAD;
+            let len = std::num::NonZeroU64::new(*asked - from);
+            rustix::fs::fadvise(&*file, from, len, rustix::fs::Advice::WillNeed).ok();
         }
-        match filled == cols.1 - cols.0 {
-            true => Ok(()),
-            false => {
-                let text = format!("{}: row {row} is in no file, or in two", t.name);
-                Err(corrupt(self.dir, text))
-            }
-        }
-    }
-
-    /// Values `at..at + out.len()` of a part.
-    fn values(&mut self, t: &TensorEntry, part: &Part, at: u64, out: &mut [f32]) -> Result<()> {
-        let (mut at, mut out) = (4 * at, bytemuck::cast_slice_mut::<f32, u8>(out));
-        while !out.is_empty() {
-            let within = (at % BLOCK) as usize;
-            let block = self.block(t, part, at / BLOCK)?;
-            let len = out.len().min(block.len() - within);
-            let (now, rest) = out.split_at_mut(len);
-            now.copy_from_slice(&block[within..within + len]);
-            at += len as u64;
-            out = rest;
-        }
-        Ok(())
+        file.read_exact_at(bytes, start).map_err(|e| block.damaged(dir, m, &e.to_string()))
     }
 }
