@@ -110,7 +110,10 @@ def bench(n):
         return
     yield from limits(n)
     for ranks in sorted({2, n}):
-        yield Config(f"links-{ranks}", tilewire("bench links --json --ranks", str(ranks)), by_bench)
+        # Those of all GPUs are compared with what limits.cu says in the same call.
+        argv = tilewire("bench links --json --ranks", str(ranks))
+        behind = "limits" if ranks == n else None
+        yield Config(f"links-{ranks}", argv, by_bench, behind=behind)
     for ranks in sorted({n, 8}):
         argv = ranks_of(ranks, program("symm_checks"), "rendezvous")
         yield Config(f"rendezvous-{ranks}", argv, jit=True)
@@ -143,4 +146,5 @@ def limits(n):
         "-lcublas",
     ]
     yield Config("limits-build", build, preload=False, needs=needs)
-    yield Config("limits", ["./limits", str(n)], by_limits, preload=False, needs=needs)
+    argv = ["./limits", str(n)]
+    yield Config("limits", argv, by_limits, preload=False, needs=needs, behind="limits-build")

@@ -17,13 +17,23 @@ LIMIT_S = 60
 class Config:
     """One program to run: its name, command, how its output is judged, and whether it may compile.
     One that `takes` some GPUs only runs beside others; without it alone. `needs`: why it is left
-    out."""
+    out. `behind`: the one of its mode that runs just before it, without which it says nothing."""
 
     def __init__(
-        self, name, argv, judge=None, jit=False, env=None, preload=True, needs=None, takes=None
+        self,
+        name,
+        argv,
+        judge=None,
+        jit=False,
+        env=None,
+        preload=True,
+        needs=None,
+        takes=None,
+        behind=None,
     ):
         self.name, self.argv, self.judge, self.jit = name, argv, judge or by_status, jit
         self.env, self.preload, self.needs, self.takes = env or {}, preload, needs, takes
+        self.behind = behind
 
 
 def program(name):

@@ -177,7 +177,12 @@ def faults(n):
             yield Config(
                 f"killed-{many}{tag}", ranks_of(ranks, *stay), by_survivors(ranks - 1), env=extra
             )
-            yield Config(f"after-{many}{tag}", ranks_of(ranks, spike, "put_signal_wait"), env=extra)
+            yield Config(
+                f"after-{many}{tag}",
+                ranks_of(ranks, spike, "put_signal_wait"),
+                env=extra,
+                behind=f"killed-{many}{tag}",
+            )
         yield Config(f"leaks-{many}", ranks_of(ranks, spike, "hundred heaps"))
     orders = [program("gpu_team"), "--test-threads", "1", "--nocapture"]
     if n > 1:

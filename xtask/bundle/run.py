@@ -17,10 +17,13 @@ from pathlib import Path
 from benches import bench
 from configs import HERE, LIMIT_S, devices_of, first_devices, program
 from drills import drill
+from evidence import EVIDENCE, HELP, Before, Evidence, rows_in, units_of
 from faults import faults
 from judges import Told, against_limits, by_litmus, by_ratios, cases_of, rows_of, watched
 from modes import conformance, smoke
 
+# What evidence keeps of the output of each configuration that failed.
+LOG_BYTES = 20_000
 MODES = {
     "smoke": smoke,
     "conformance": conformance,
@@ -104,12 +107,20 @@ class Pool:
 
 
 class Runner:
-    def __init__(self, out, n, interpose, place):
+    """Runs configurations. With `few_files`, of their output only the end of what failed stays, in
+    one file."""
+
+    def __init__(self, out, n, interpose, place, few_files=False):
         self.n, self.place = n, place
-        self.results, self.logs = out / "results.jsonl", out / "logs"
-        self.logs.mkdir(parents=True, exist_ok=True)
-        self.count = {"passed": 0, "failed": 0, "skipped": 0}
         self.cache = tempfile.mkdtemp(prefix="tilewire-run-")
+        self.results = out / "results.jsonl"
+        self.logs = (Path(self.cache) if few_files else out) / "logs"
+        self.failed_logs = out / "failed-logs.txt" if few_files else None
+        for folder in [out, self.logs]:
+            folder.mkdir(parents=True, exist_ok=True)
+        self.count = {"passed": 0, "failed": 0, "skipped": 0}
+        # The line of each configuration that has run.
+        self.lines = {}
         self.interpose = interpose
         self.preload = self.interposer() if interpose else None
         # What limits.cu and our links have said, once each has run.
@@ -221,7 +232,19 @@ class Runner:
             line["rows"] = rows_of(out) + cases_of(out)
             self.limits = out if c.name == "limits" else self.limits
             self.links = line["rows"] if c.name == f"links-{self.n}" else self.links
+        if isinstance(c.needs, Told):
+            line["told"] = True
         self.note(line)
+        if self.failed_logs and not c.needs:
+            self.put_away(log, line)
+
+    def put_away(self, log, line):
+        """Keeps the end of the output of what failed, and no file of it."""
+        if line["state"] == "failed":
+            end = log.read_bytes()[-LOG_BYTES:].decode(errors="replace")
+            with self.noting, self.failed_logs.open("a") as f:
+                f.write(f"== {line['config']}: {line['summary'][:500]}\n{end}\n")
+        log.unlink()
 
     def settle(self, name):
         """What is left of a program a second after its end."""
@@ -253,14 +276,17 @@ class Runner:
         state, name, summary = line["state"], line["config"], line["summary"]
         with self.noting:
             self.count[state] += 1
+            self.lines[name] = line
             with self.results.open("a") as f:
                 f.write(json.dumps(line) + "\n")
             print(f"{state:<8} {line['seconds']:>6.1f} s  {name:<48} {summary}", flush=True)
 
 
 def arguments():
-    p = argparse.ArgumentParser(prog="run.sh")
-    p.add_argument("mode", choices=[*MODES, "all"])
+    p = argparse.ArgumentParser(
+        prog="run.sh", epilog=HELP, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    p.add_argument("mode", choices=[*MODES, "all", "evidence"])
     p.add_argument("n", nargs="?", type=int, help="GPUs to use, from the first on")
     p.add_argument(
         "--only", action="append", default=[], help="only configurations whose name contains this"
@@ -279,36 +305,86 @@ def arguments():
         help="begin nothing after so many seconds",
     )
     p.add_argument(
+        "--done",
+        action="append",
+        default=[],
+        type=Path,
+        metavar="FILE",
+        help="evidence: results.jsonl of an earlier call, which is not run again; any number",
+    )
+    p.add_argument(
         "--list", action="store_true", help="print the configurations instead of running them"
     )
-    return p.parse_args()
+    a = p.parse_args()
+    if a.done and a.mode != "evidence":
+        p.error("--done is for evidence")
+    return a
 
 
-def main():
-    a = arguments()
-    n = a.n
-    if not a.list:
-        found, why = topology()
-        have = len(found["gpus"])
-        n = have if n is None else n
-        if why or not 1 <= n <= have:
-            print(f"{why or f'{n} GPUs asked for, the driver shows {have}'}\n0 passed, 1 failed")
-            return 2
-    modes = list(MODES) if a.mode == "all" else [a.mode]
-    wanted = [
+def wanted_of(a, n):
+    """Mode and configuration of all that the arguments ask for."""
+    modes = {"all": list(MODES), "evidence": EVIDENCE}.get(a.mode, [a.mode])
+    return [
         (m, c)
         for m in modes
-        for c in MODES[m](n or 8)
+        for c in MODES[m](n)
         if (not a.only or any(part in f"{m}/{c.name}" for part in a.only))
         and not any(part in f"{m}/{c.name}" for part in a.skip)
     ]
+
+
+def evidence(a, n, place, start):
+    """Status of a call of evidence, or with --list what is to be run."""
+    out = Path(os.environ.get("OUT") or ".").resolve()
+    if not a.list and (out / "results.jsonl").exists():
+        print(f"{out}/results.jsonl is there: evidence writes a new one. Give another OUT")
+        return 2
+    try:
+        rows = rows_in(a.done)
+    except OSError as e:
+        print(f"--done: {e}")
+        return 2
+    before = Before(rows, text_of(HERE / "commit"), n, not a.no_interposer)
+    units = units_of(wanted_of(a, n), before)
+    if a.list:
+        to_run = [u for again in [False, True] for u in units if u.failed() == again]
+        for mode, c in (pair for u in to_run if u.is_new() for pair in u.configs):
+            print(f"{mode}/{c.name}")
+        return 0
+    runner = Runner(out, n, not a.no_interposer, place, few_files=True)
+    try:
+        found = Evidence(runner, units, before, start + a.seconds)
+        found.run(Pool)
+    finally:
+        shutil.rmtree(runner.cache, ignore_errors=True)
+    return found.say()
+
+
+def main():
+    start, a = time.monotonic(), arguments()
+    n, place = a.n or 8, {}
+    if not a.list:
+        found, why = topology()
+        have = len(found["gpus"])
+        n = have if a.n is None else a.n
+        if why or not 1 <= n <= have:
+            print(f"{why or f'{n} GPUs asked for, the driver shows {have}'}\n0 passed, 1 failed")
+            return 2
+        place = where(found, n)
+    if a.mode == "evidence":
+        return evidence(a, n, place, start)
+    wanted = wanted_of(a, n)
     if a.list:
         for mode, c in wanted:
             print(f"{mode}/{c.name}")
         return 0
-    runner = Runner(
-        Path(os.environ.get("OUT") or ".").resolve(), n, not a.no_interposer, where(found, n)
-    )
+    return run_all(a, wanted, n, place)
+
+
+def run_all(a, wanted, n, place):
+    """Runs configurations; the status."""
+    out = Path(os.environ.get("OUT") or ".").resolve()
+    runner = Runner(out, n, not a.no_interposer, place)
     try:
         start = time.monotonic()
 

@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
 # run.sh MODE [N] [--only PART] [--skip PART] [--for SECONDS]: smoke, conformance, faults, drill,
-# bench or all, on the first N GPUs (all of them without N). Needs a driver, bash, python3, and gcc
-# for what watches the driver's calls (or --no-interposer); conformance on two GPUs and more wants
-# compute-sanitizer, or --skip check-. Each configuration is a line of JSON in $OUT/results.jsonl
-# (./results.jsonl without OUT).
+# bench or all, on the first N GPUs (all of them without N); or evidence: all but smoke, over many
+# calls (--done FILE; see --help). Needs a driver, bash, python3, and gcc for what watches the
+# driver's calls (or --no-interposer); conformance on two GPUs and more wants compute-sanitizer, or
+# --skip check-. Each configuration is a line of JSON in $OUT/results.jsonl (./results.jsonl without
+# OUT).
 set -u
 # NVLink multicast stays off.
 export NCCL_NVLS_ENABLE=0 NVSHMEM_DISABLE_NVLS=1

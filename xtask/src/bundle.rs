@@ -16,7 +16,7 @@ use serde_json::Value;
 const MAX_BYTES: u64 = 40 << 20;
 
 /// The files that are packed without being built: the runner, its interposer, a baseline.
-const TEXTS: [(&str, &str); 10] = [
+const TEXTS: [(&str, &str); 11] = [
     ("run.sh", include_str!("../bundle/run.sh")),
     ("run.py", include_str!("../bundle/run.py")),
     ("configs.py", include_str!("../bundle/configs.py")),
@@ -24,6 +24,7 @@ const TEXTS: [(&str, &str); 10] = [
     ("modes.py", include_str!("../bundle/modes.py")),
     ("faults.py", include_str!("../bundle/faults.py")),
     ("drills.py", include_str!("../bundle/drills.py")),
+    ("evidence.py", include_str!("../bundle/evidence.py")),
     ("benches.py", include_str!("../bundle/benches.py")),
     ("nomulticast.c", include_str!("../bundle/nomulticast.c")),
     ("torch_rates.py", include_str!("../bundle/torch_rates.py")),

@@ -2,6 +2,8 @@
 
 use super::*;
 
+mod evidence;
+
 /// A folder that goes with the test.
 struct Folder(PathBuf);
 
