@@ -89,7 +89,8 @@ except (tilewire.Mismatch, tilewire.Aborted) as e:
     )
     # XLA may have said before that it compiled slowly.
     texts = all_good(done)
-    outs = [line for o in texts for line in o.splitlines() if line.startswith(("Mismatch", "Aborted"))]
+    lines = [line for text in texts for line in text.splitlines()]
+    outs = [line for line in lines if line.startswith(("Mismatch", "Aborted"))]
     assert len(outs) == 2 and any(o.startswith("Mismatch") for o in outs), texts
     assert any("4,8" in o.replace(" ", "") and "4,9" in o.replace(" ", "") for o in texts), texts
     assert all(float(o.split()[1]) < 10 for o in outs), texts
