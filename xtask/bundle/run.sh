@@ -10,11 +10,17 @@ set -u
 export NCCL_NVLS_ENABLE=0 NVSHMEM_DISABLE_NVLS=1
 export TORCH_SYMM_MEM_DISABLE_MULTICAST=1 CUBLASMP_DISABLE_MULTICAST=1
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
-# Programs look for kernels in the folder beside them; packed they are a tenth of it.
-if [ -e "$here/cubins.tar.xz" ] && [ ! -d "$here/cubins" ]; then
-    unpack='import sys, tarfile; tarfile.open(sys.argv[1]).extractall(sys.argv[2], filter="data")'
-    new=$(mktemp -d "$here/new.XXXXXX") && python3 -c "$unpack" "$here/cubins.tar.xz" "$new" || exit
-    mv "$new/cubins" "$here/cubins" || exit
-    rmdir "$new"
-fi
+# Programs stand beside this file, and look for kernels in the folder beside them; packed both are a
+# third of it.
+unpack='import sys, tarfile; tarfile.open(sys.argv[1]).extractall(sys.argv[2], filter="data")'
+for folder in cubins programs; do
+    [ -e "$here/$folder.tar.xz" ] && [ ! -e "$here/.$folder" ] || continue
+    new=$(mktemp -d "$here/new.XXXXXX") && python3 -c "$unpack" "$here/$folder.tar.xz" "$new" || exit
+    if [ "$folder" = cubins ]; then
+        mv "$new/cubins" "$here/cubins" || exit
+    else
+        mv "$new/programs/"* "$here" && rmdir "$new/programs" || exit
+    fi
+    rmdir "$new" && touch "$here/.$folder" || exit
+done
 exec python3 "$here/run.py" "$@"

@@ -1,7 +1,7 @@
 //! `cargo xtask gpu-bundle`: a folder with everything that a machine with GPUs needs to check and
 //! measure tilewire, and nothing to install there but the driver.
 //!
-//! `target/gpu-bundle/`: the command, test programs, `run.sh`, and packed for it the folder
+//! `target/gpu-bundle/`: `run.sh`, and packed for it the command and test programs, and the folder
 //! `cubins` (where programs look for kernels that were built with them).
 
 use std::collections::BTreeMap;
@@ -49,9 +49,10 @@ fn try_make(root: &Path, archs: &[String], nvrtc: Option<&Path>) -> Result<Strin
     }
     let cubins = dir.join("cubins");
     fs::create_dir_all(&cubins).map_err(|e| format!("{}: {e}", cubins.display()))?;
-    for (name, from) in programs(root, commit.as_deref())? {
-        let to = dir.join(&name);
-        fs::copy(&from, &to).map_err(|e| format!("{}: {e}", from.display()))?;
+    let programs = programs(root, commit.as_deref())?;
+    for (name, from) in &programs {
+        let to = dir.join(name);
+        fs::copy(from, &to).map_err(|e| format!("{}: {e}", from.display()))?;
         output(Command::new("strip").arg(&to))?;
     }
     for (name, text) in TEXTS {
@@ -81,6 +82,12 @@ fn try_make(root: &Path, archs: &[String], nvrtc: Option<&Path>) -> Result<Strin
     }
     check_keys(&cubins, &keys)?;
     pack(&dir, "cubins")?;
+    let apart = dir.join("programs");
+    fs::create_dir_all(&apart).map_err(|e| format!("{}: {e}", apart.display()))?;
+    for name in programs.keys() {
+        fs::rename(dir.join(name), apart.join(name)).map_err(|e| format!("{name}: {e}"))?;
+    }
+    pack(&dir, "programs")?;
     let sizes = sizes(&dir);
     check_sizes(&sizes, MAX_BYTES)?;
     let total: u64 = sizes.values().sum();

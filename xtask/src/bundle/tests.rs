@@ -33,13 +33,16 @@ fn a_bundle_that_is_too_large_names_its_largest_files() {
     assert!(e.contains("1100 bytes") && e.find("tilewire") < e.find("a.cubin"), "{e}");
 }
 
-/// Kernels that are packed here are there once `run.sh` has begun.
+/// Kernels and programs that are packed here are there once `run.sh` has begun.
 #[test]
 fn packed_kernels_are_unpacked_once() {
     let dir = Folder::new("packed");
     fs::write(dir.0.join("cubins/a.cubin"), [7; 100]).unwrap();
     pack(&dir.0, "cubins").unwrap();
     assert!(!dir.0.join("cubins").exists());
+    fs::create_dir_all(dir.0.join("programs")).unwrap();
+    fs::write(dir.0.join("programs/a-program"), [8; 100]).unwrap();
+    pack(&dir.0, "programs").unwrap();
     for (name, text) in TEXTS {
         fs::write(dir.0.join(name), text).unwrap();
     }
@@ -47,6 +50,7 @@ fn packed_kernels_are_unpacked_once() {
         let done = Command::new("bash").arg(dir.0.join("run.sh")).arg("--help").output();
         assert!(done.unwrap().status.success());
         assert_eq!(fs::read(dir.0.join("cubins/a.cubin")).unwrap(), [7; 100]);
+        assert_eq!(fs::read(dir.0.join("a-program")).unwrap(), [8; 100]);
     }
     let left = fs::read_dir(&dir.0).unwrap().flatten();
     let left: Vec<_> =

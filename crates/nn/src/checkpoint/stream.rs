@@ -247,8 +247,8 @@ mod tests {
         done.recv_timeout(Duration::from_secs(60)).expect("it comes to an end")
     }
 
-    /// The bytes that come out are those that went in, whatever the lengths: parts of blocks, whole ones, more than
-    /// a buffer, and many.
+    /// The bytes that come out are those that went in, whatever the lengths: parts of blocks, whole
+    /// ones, more than a buffer, and many.
     #[test]
     fn bytes_and_digests_are_those_of_the_tensors() {
         let (mut rng, block) = (Rng::new(5), BLOCK as usize / 4);
