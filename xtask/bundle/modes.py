@@ -208,9 +208,10 @@ def of_one_gpu(n):
         )
     # Attention, also through NCCL, has a kernel for each pair of head dimensions: the rare ones are
     # compiled.
-    yield Config(
-        "ops", [program("gpu"), "--skip", "attention", "--skip", "emulated"], by_tests, takes=1
-    )
+    # Tensor maps of tests have a kernel of their own.
+    skips = ["--skip", "attention", "--skip", "emulated", "--skip", "maps::"]
+    yield Config("ops", [program("gpu"), *skips], by_tests, takes=1)
+    yield Config("ops-maps", [program("gpu"), "maps::", "--skip", "emulated"], by_tests, jit=True)
     yield Config("ops-attention", [program("gpu"), "attention"], by_tests, jit=True, takes=1)
 
 

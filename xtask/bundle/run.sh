@@ -15,7 +15,8 @@ here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 unpack='import sys, tarfile; tarfile.open(sys.argv[1]).extractall(sys.argv[2], filter="data")'
 for folder in cubins programs; do
     [ -e "$here/$folder.tar.xz" ] && [ ! -e "$here/.$folder" ] || continue
-    new=$(mktemp -d "$here/new.XXXXXX") && python3 -c "$unpack" "$here/$folder.tar.xz" "$new" || exit
+    new=$(mktemp -d "$here/new.XXXXXX") || exit
+    python3 -c "$unpack" "$here/$folder.tar.xz" "$new" || exit
     if [ "$folder" = cubins ]; then
         mv "$new/cubins" "$here/cubins" || exit
     else
