@@ -1,26 +1,29 @@
-//! Tensors on their way into a file. Copying from the device, digests, writing and the disk go on
+//! Tensors on their way into a file. Copying from a device, digests, writing and the disk go on
 //! beside each other: the thread that calls copies, as devices are bound to it, and three of its
 //! own do the rest. A few buffers go round, so that none of them is far ahead of the others.
+//!
+//! Tensors of the host need no copy, and one thread does all: on two cores that is faster than four
+//! threads, as a block is in the cache when it is written (1.88 GB: 1.5 s, and 2.4 to 3.5 s).
 
 use std::fs::File;
 use std::io;
 use std::os::unix::fs::FileExt;
-use std::sync::mpsc::{Receiver, SyncSender, TrySendError, sync_channel};
+use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::thread::{Builder, Scope, ScopedJoinHandle};
 
 use tilewire_core::{Error, Result, Shape};
-use tilewire_device::Buffer;
+use tilewire_device::{Buffer, Device};
 
 use super::manifest::BLOCK;
 use super::shard::Source;
 
 /// Most bytes of a buffer: whole blocks.
-const PIECE: usize = 4 * BLOCK as usize;
-/// Buffers that go round: 24 MiB a rank.
+const PIECE: usize = 2 * BLOCK as usize;
+/// Buffers that go round, one or two for each stage: 12 MiB a rank.
 const BUFFERS: usize = 6;
-/// Bytes after which those so far are sent to the disk. A system with much memory keeps all of a
-/// checkpoint there until it is flushed, and the disk would have nothing to do before the end.
-const FLUSH: u64 = 128 << 20;
+/// Bytes after which those so far go to the disk. A system with much memory would keep all of a
+/// checkpoint until it is flushed, and the disk have nothing to do before the end.
+const SENT: u64 = 32 << 20;
 
 /// The file of a rank.
 pub trait Sink: Sync {
@@ -30,11 +33,9 @@ pub trait Sink: Sync {
     /// The system's.
     fn put(&self, bytes: &[u8], at: u64) -> io::Result<()>;
 
-    /// Waits until the disk has what is written.
-    ///
-    /// # Errors
-    /// The system's.
-    fn flush(&self) -> io::Result<()>;
+    /// Has the disk begin with `len` bytes from `at` on, which are written. What comes of it is
+    /// known once all is flushed.
+    fn send(&self, at: u64, len: u64);
 }
 
 impl Sink for File {
@@ -42,8 +43,10 @@ impl Sink for File {
         self.write_all_at(bytes, at)
     }
 
-    fn flush(&self) -> io::Result<()> {
-        self.sync_data()
+    fn send(&self, at: u64, len: u64) {
+        // Linux begins to write what is said not to be needed. Where that is not so it is slower.
+        let len = std::num::NonZeroU64::new(len);
+        rustix::fs::fadvise(self, at, len, rustix::fs::Advice::DontNeed).ok();
     }
 }
 
@@ -69,6 +72,47 @@ pub fn stream(
     sink: &impl Sink,
     error: &(impl Fn(io::Error) -> Error + Sync),
 ) -> Result<Streamed> {
+    match sources.iter().all(|s| matches!(s.values.device(), Device::Host)) {
+        true => in_place(sources, start, sink, error),
+        false => piped(sources, start, sink, error),
+    }
+}
+
+/// The same where nothing has to be copied.
+fn in_place(
+    sources: &[Source],
+    start: u64,
+    sink: &impl Sink,
+    error: &impl Fn(io::Error) -> Error,
+) -> Result<Streamed> {
+    let (mut at, mut sent, mut all) = (start, start, Vec::new());
+    let per = BLOCK as usize / 4;
+    for s in sources {
+        let (num, mut digests) = (s.values.shape().num_elems(), Vec::new());
+        let flat = s.values.reshape(Shape::d1(num))?;
+        for first in (0..num).step_by(per) {
+            flat.rows(first, per.min(num - first))?.read(|bytes| {
+                digests.push(blake3::hash(bytes).to_hex().to_string());
+                at += bytes.len() as u64;
+                sink.put(bytes, at - bytes.len() as u64).map_err(error)
+            })??;
+            if at - sent >= SENT {
+                sink.send(sent, at - sent);
+                sent = at;
+            }
+        }
+        all.push(digests);
+    }
+    Ok((at, all))
+}
+
+/// The same by four threads.
+fn piped(
+    sources: &[Source],
+    start: u64,
+    sink: &impl Sink,
+    error: &(impl Fn(io::Error) -> Error + Sync),
+) -> Result<Streamed> {
     let longest = sources.iter().map(|s| s.values.len_bytes()).max().unwrap_or(0);
     // As many places as there are buffers: nobody waits to hand one on. Whoever stops closes its
     // ends, and with them all others stop.
@@ -84,13 +128,13 @@ pub fn stream(
             done.map(|()| at).map_err(error)
         })?;
         let disk = helper(s, "disk", move || {
-            written.iter().try_for_each(|()| sink.flush()).map_err(error)
+            written.iter().for_each(|(at, len): (u64, u64)| sink.send(at, len));
         })?;
         let copied = copy(sources, longest.min(PIECE), &free, to_hash);
-        let (digests, end, flushed) = (join(hasher), join(writer), join(disk));
+        let (digests, end, sent) = (join(hasher), join(writer), join(disk));
         // A stage that stops because of another has no error of its own.
         let end = end??;
-        flushed??;
+        sent?;
         copied?;
         Ok((end, digests?))
     })
@@ -170,21 +214,17 @@ fn write(
     at: &mut u64,
     hashed: &Receiver<Piece>,
     free: &SyncSender<Vec<u8>>,
-    to_disk: &SyncSender<()>,
+    to_disk: &SyncSender<(u64, u64)>,
 ) -> io::Result<()> {
-    let mut flushed = *at;
+    let mut sent = *at;
     for piece in hashed {
         sink.put(&piece.buffer[..piece.len], *at)?;
         *at += piece.len as u64;
         // At the end nobody waits for it any more.
         free.send(piece.buffer).ok();
-        if *at - flushed >= FLUSH {
-            match to_disk.try_send(()) {
-                Ok(()) => flushed = *at,
-                // It is still busy with what came before.
-                Err(TrySendError::Full(())) => {}
-                Err(TrySendError::Disconnected(())) => break,
-            }
+        // Later, if it is still busy with what came before.
+        if *at - sent >= SENT && to_disk.try_send((sent, *at - sent)).is_ok() {
+            sent = *at;
         }
     }
     Ok(())
@@ -207,13 +247,13 @@ mod tests {
         Source { name: "a.w".to_owned(), values, pieces: Vec::new() }
     }
 
-    /// A disk that refuses a block, or to be flushed.
+    /// A disk that may refuse a block.
     #[derive(Default)]
     struct Disk {
         bytes: Mutex<Vec<u8>>,
         puts: AtomicU64,
         full_at: Option<u64>,
-        cannot_flush: bool,
+        sent: Mutex<Vec<(u64, u64)>>,
     }
 
     impl Sink for Disk {
@@ -222,22 +262,24 @@ mod tests {
                 return Err(io::ErrorKind::StorageFull.into());
             }
             let mut all = self.bytes.lock().unwrap();
-            // Of one that cannot be flushed the numbers are of interest.
-            if !self.cannot_flush {
-                assert_eq!(all.len() as u64 + 8, at);
-                all.extend(bytes);
-            }
+            assert_eq!(all.len() as u64 + 8, at);
+            all.extend(bytes);
             Ok(())
         }
 
-        fn flush(&self) -> io::Result<()> {
-            if self.cannot_flush { Err(io::ErrorKind::QuotaExceeded.into()) } else { Ok(()) }
+        fn send(&self, at: u64, len: u64) {
+            assert!(at + len <= 8 + self.bytes.lock().unwrap().len() as u64, "it is not written");
+            self.sent.lock().unwrap().push((at, len));
         }
     }
 
-    fn run(sources: &[Source], disk: &Disk) -> Result<Streamed> {
-        stream(sources, 8, disk, &|e| Error::io("the file", e))
-    }
+    type Way = fn(&[Source], &Disk) -> Result<Streamed>;
+
+    /// By both ways; tensors of the host stand for those of a device.
+    const WAYS: [Way; 2] = [
+        |sources, disk| piped(sources, 8, disk, &|e| Error::io("the file", e)),
+        |sources, disk| stream(sources, 8, disk, &|e| Error::io("the file", e)),
+    ];
 
     /// Runs `f`, which must come to an end: a stage that waits for another that has stopped would
     /// not.
@@ -255,8 +297,12 @@ mod tests {
         let lens = [1, 3, block - 1, block, block + 1, PIECE / 4, PIECE / 4 + 7, 2 * PIECE / 4];
         let mut sources: Vec<_> = lens.iter().map(|len| source(&mut rng, *len)).collect();
         sources.extend((0..3 * BUFFERS).map(|i| source(&mut rng, i + 1)));
+        WAYS.iter().for_each(|run| right(&sources, *run));
+    }
+
+    fn right(sources: &[Source], run: Way) {
         let disk = Disk::default();
-        let (end, digests) = run(&sources, &disk).unwrap();
+        let (end, digests) = run(sources, &disk).unwrap();
         let mut all = Vec::new();
         for (s, digests) in sources.iter().zip(&digests) {
             let bytes = s.values.download().unwrap();
@@ -274,7 +320,7 @@ mod tests {
     #[test]
     fn a_disk_that_is_full_ends_all_at_any_block() {
         let num = 4 * BUFFERS as u64;
-        for full_at in 0..num {
+        for (full_at, run) in (0..num).flat_map(|at| WAYS.map(|run| (at, run))) {
             let (e, puts) = within(move || {
                 let mut rng = Rng::new(full_at);
                 let sources: Vec<_> = (0..num).map(|_| source(&mut rng, 50)).collect();
@@ -288,28 +334,29 @@ mod tests {
         }
     }
 
-    /// An error of the disk about earlier bytes is reported once, and counts.
+    /// The disk begins before the end, and with nothing twice.
     #[test]
-    fn a_disk_that_cannot_be_flushed_ends_all() {
-        let e = within(|| {
-            let sources = [source(&mut Rng::new(1), 1 << 20)];
-            let many: Vec<_> = (0..2 * FLUSH as usize / sources[0].values.len_bytes())
-                .map(|_| Source {
-                    name: String::new(),
-                    values: sources[0].values.clone(),
-                    pieces: Vec::new(),
-                })
-                .collect();
-            run(&many, &Disk { cannot_flush: true, ..Disk::default() }).unwrap_err()
-        });
-        let quota = io::Error::from(io::ErrorKind::QuotaExceeded);
-        assert_eq!(e.to_string(), Error::io("the file", quota).to_string());
+    fn the_disk_begins_while_others_work() {
+        let values = source(&mut Rng::new(1), 1 << 20).values;
+        let one = |_| Source { name: String::new(), values: values.clone(), pieces: Vec::new() };
+        let many: Vec<_> = (0..4 * SENT as usize / values.len_bytes()).map(one).collect();
+        for run in WAYS {
+            let disk = Disk::default();
+            run(&many, &disk).unwrap();
+            let sent = disk.sent.into_inner().unwrap();
+            assert!(!sent.is_empty() && sent.iter().all(|(_, len)| *len >= SENT), "{sent:?}");
+            let mut end = 8;
+            for (at, len) in sent {
+                assert_eq!(at, end);
+                end = at + len;
+            }
+        }
     }
 
     /// A tensor that cannot be copied, the first or any other, ends the rest.
     #[test]
     fn a_device_that_fails_ends_all() {
-        for bad in [0, 1, 2 * BUFFERS] {
+        for (bad, run) in [0, 1, 2 * BUFFERS].into_iter().flat_map(|at| WAYS.map(|run| (at, run))) {
             let e = within(move || {
                 let mut rng = Rng::new(bad as u64);
                 let sources: Vec<_> = (0..3 * BUFFERS).map(|_| source(&mut rng, 50)).collect();
