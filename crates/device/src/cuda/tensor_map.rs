@@ -303,8 +303,22 @@ impl RawTensorMap {
         len_bytes: usize,
         desc: &TensorMapDesc,
     ) -> Result<Self> {
-        desc.check(addr, len_bytes)?;
-        let (element, sm) = (desc.element()?, ctx.sm());
+        Ok(Self::all(ctx, [(addr, len_bytes, desc)])?[0])
+    }
+
+    /// As [`RawTensorMap::at`] for several: addresses, bytes from there on, descriptions. The
+    /// context is made current once, which is most of what one map costs.
+    ///
+    /// # Errors
+    /// As [`RawTensorMap::at`].
+    pub fn all<const N: usize>(
+        ctx: &CudaContext,
+        tensors: [(u64, usize, &TensorMapDesc); N],
+    ) -> Result<[Self; N]> {
+        let sm = ctx.sm();
+        for (addr, len_bytes, desc) in tensors {
+            desc.check(addr, len_bytes)?;
+        }
         if sm < 90 {
             let text = "this device does not support tensor maps";
             return Err(Error::new(ErrorKind::Unsupported, text)
@@ -313,6 +327,16 @@ impl RawTensorMap {
                 .hint("copy without one there"));
         }
         let _current = ctx.bind()?;
+        let mut out = [Self(CUtensorMap { opaque: [0; 16] }); N];
+        for (map, (addr, _, desc)) in out.iter_mut().zip(tensors) {
+            *map = Self::encode(addr, desc)?;
+        }
+        Ok(out)
+    }
+
+    /// Encodes what was checked; a context is current.
+    fn encode(addr: u64, desc: &TensorMapDesc) -> Result<Self> {
+        let element = desc.element()?;
         let sizes = desc.shape.reversed(|n| n as u64);
         let strides = desc.strides_bytes.reversed(|n| n as u64);
         let tile = desc.tile.reversed(|n| n as u32);

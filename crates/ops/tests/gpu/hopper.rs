@@ -177,7 +177,9 @@ fn the_core_runs_on_emulated_devices() {
         "hopper::what_the_core_does_not_take",
         "hopper::the_core_gives_the_same_bits_on_two_streams",
     ]);
-    let out = driver.command(std::env::current_exe().unwrap(), 1).args(&words).output().unwrap();
+    let mut run = driver.command(std::env::current_exe().unwrap(), 1);
+    // As many multiprocessors as `auto` wants for it.
+    let out = run.env("TW_EMU_SMS", "8").args(&words).output().unwrap();
     let text = String::from_utf8_lossy(&out.stdout);
     let text = format!("{text}{}", String::from_utf8_lossy(&out.stderr));
     assert!(out.status.success() && text.contains("3 passed"), "{text}");

@@ -16,6 +16,8 @@ use super::product::{ACCUMULATE, Matrix, Product, bias_flag};
 use crate::common::cuda::load;
 use crate::gemm::{AOrder, Activation, BOrder, GemmDesc};
 
+/// Fewer multiprocessors than any GPU of sm_90a has, or part of one.
+const LEAST_SMS: u32 = 8;
 /// Addresses, and rows that tensor maps describe, are multiples of this.
 const ALIGN_BYTES: usize = 16;
 
@@ -140,6 +142,17 @@ impl Hopper {
         Ok((!HOPPER_GEMM.runs_on(&arch)).then(|| format!("it is for sm_90a, and this is {arch}")))
     }
 
+    /// Returns why `auto` does not take the core on `ctx`; none if it does: a device of a few
+    /// multiprocessors has one or two of its large tiles at a time.
+    ///
+    /// # Errors
+    /// What the driver reports.
+    pub fn wastes(ctx: &CudaContext) -> Result<Option<String>> {
+        let num = ctx.num_sms()?;
+        let text = || format!("this device has {num} multiprocessors, too few for its tiles");
+        Ok((num < LEAST_SMS).then(text))
+    }
+
     /// Loads the kernels of a description that is not [`unfit`].
     ///
     /// # Errors
@@ -253,43 +266,37 @@ impl Hopper {
         let (a_mn, b_mn) = v.order.mn_major();
         let a = if a_mn { [k, m] } else { [m, k] };
         let b = if b_mn { [k, n] } else { [n, k] };
-        let type_of_d = if v.out_f32 { self.desc.a } else { self.desc.out };
-        let d = match v.epilogue {
+        let of_a = map(p.a, [1, a[0], a[1]], p.a.ld, TILE_K, self.desc.a);
+        let of_b = map(p.b, [1, b[0], b[1]], p.b.ld, v.b_rows(), self.desc.b);
+        let of_d = match v.epilogue {
             // Each half of D's columns is a matrix of its own.
-            Epilogue::DSwiGlu => self.map(p.d, [2, m, n], n, STORE_ROWS, type_of_d),
-            Epilogue::SwiGlu => self.map(p.d, [1, m, n / 2], p.d.ld, STORE_ROWS, type_of_d),
+            Epilogue::DSwiGlu => map(p.d, [2, m, n], n, STORE_ROWS, self.desc.out),
+            Epilogue::SwiGlu => map(p.d, [1, m, n / 2], p.d.ld, STORE_ROWS, self.desc.out),
             // A D of f32 is not described: any map will do.
-            _ if v.out_f32 => self.map(p.a, [1, a[0], a[1]], p.a.ld, TILE_K, type_of_d),
-            _ => self.map(p.d, [1, m, n], p.d.ld, STORE_ROWS, type_of_d),
+            _ if v.out_f32 => of_a,
+            _ => map(p.d, [1, m, n], p.d.ld, STORE_ROWS, self.desc.out),
         };
-        Ok([
-            self.map(p.a, [1, a[0], a[1]], p.a.ld, TILE_K, self.desc.a)?,
-            self.map(p.b, [1, b[0], b[1]], p.b.ld, v.b_rows(), self.desc.b)?,
-            d?,
-        ])
-    }
-
-    /// Boxes of `rows` x 64 elements of `outer` matrices that are `jump` elements apart.
-    fn map(
-        &self,
-        x: Matrix,
-        shape: [usize; 3],
-        jump: usize,
-        rows: usize,
-        dtype: DType,
-    ) -> Result<RawTensorMap> {
-        let bytes = dtype.size();
-        let desc = TensorMapDesc {
-            dtype,
-            shape: shape.into(),
-            strides_bytes: [jump * bytes, x.ld * bytes].into(),
-            tile: [1, rows, BOX_COLS].into(),
-            swizzle: MapSwizzle::B128,
-            promotion: MapPromotion::B256,
-            wraps: false,
-        };
+        let d = if v.out_f32 { p.a.addr } else { p.d.addr };
         // What lies there the caller answers for, as for every address of a launch.
-        RawTensorMap::at(&self.ctx, x.addr, usize::MAX, &desc)
+        let any = usize::MAX;
+        RawTensorMap::all(
+            &self.ctx,
+            [(p.a.addr, any, &of_a), (p.b.addr, any, &of_b), (d, any, &of_d)],
+        )
+    }
+}
+
+/// Boxes of `rows` x 64 elements of `shape[0]` matrices that are `jump` elements apart.
+fn map(x: Matrix, shape: [usize; 3], jump: usize, rows: usize, dtype: DType) -> TensorMapDesc {
+    let bytes = dtype.size();
+    TensorMapDesc {
+        dtype,
+        shape: shape.into(),
+        strides_bytes: [jump * bytes, x.ld * bytes].into(),
+        tile: [1, rows, BOX_COLS].into(),
+        swizzle: MapSwizzle::B128,
+        promotion: MapPromotion::B256,
+        wraps: false,
     }
 }
 

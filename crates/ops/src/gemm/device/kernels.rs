@@ -89,7 +89,8 @@ impl GemmKernels {
         let kernel = load(ctx, &SM80_GEMM, gemm_defines(desc.a))?.kernel(name)?;
         kernel.allow_shared(tile.shared_bytes)?;
         let lt = match (backend, unfit(desc)) {
-            (GemmBackend::Portable | GemmBackend::Hopper, _) => Err("another was asked for".into()),
+            (GemmBackend::Portable, _) => Err(ASKED_FOR.to_owned()),
+            (GemmBackend::Hopper, _) => Err("the core was asked for".to_owned()),
             (GemmBackend::CublasLt, Some(why)) => return Err(not_made_by("cuBLASLt", &why)),
             (GemmBackend::CublasLt, None) => Ok(Lt::new(ctx, desc)?),
             (GemmBackend::Auto, Some(why)) => Err(why),
@@ -109,14 +110,14 @@ impl GemmKernels {
         has_lt: bool,
     ) -> Result<Why<Hopper>> {
         let why = match by {
-            GemmBackend::Portable | GemmBackend::CublasLt => {
-                Some("another was asked for".to_owned())
-            }
+            GemmBackend::Portable => Some(ASKED_FOR.to_owned()),
+            GemmBackend::CublasLt => Some("cuBLASLt was asked for".to_owned()),
             // Loaded where it may be used only: kernels take time to compile.
             GemmBackend::Auto if has_lt => Some("cuBLASLt makes the products".to_owned()),
-            _ => match hopper::unfit(d) {
-                Some(why) => Some(why),
-                None => Hopper::lacks(ctx)?,
+            _ => match (hopper::unfit(d), Hopper::lacks(ctx)?) {
+                (Some(why), _) | (None, Some(why)) => Some(why),
+                (None, None) if by == GemmBackend::Auto => Hopper::wastes(ctx)?,
+                (None, None) => None,
             },
         };
         match why {
@@ -244,6 +245,9 @@ impl GemmKernels {
         unsafe { self.kernel.launch(stream, self.tile.grid(blocks), LaunchArgs::new().arg(&param)) }
     }
 }
+
+/// The reason for the portable kernel where a caller wants it.
+const ASKED_FOR: &str = "it was asked for";
 
 /// The name of the core in texts.
 const CORE: &str = "the core for sm_90a";
