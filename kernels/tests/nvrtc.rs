@@ -33,6 +33,10 @@ fn text_of(s: &Source) -> String {
     s.text() + &s.layouts().map(|l| l.asserts()).collect::<String>()
 }
 
+fn is_of_hopper(s: &Source) -> bool {
+    s.name != INTEROP.name && s.is_of_hopper()
+}
+
 fn runs_on(s: &Source, arch: &str) -> bool {
     if s.name == INTEROP.name { arch != "sm_80" } else { s.runs_on(arch) }
 }
@@ -83,7 +87,7 @@ fn compile(s: &Source, defines: &[(String, u64)], arch: &str) -> Result<String, 
             return Err(format!("{} for {arch}: {u:?}", s.name));
         }
     }
-    if s.is_of_hopper() {
+    if is_of_hopper(s) {
         table += &machine_code(&done.cubin).map_err(|e| format!("{}: {e}", s.name))?;
     }
     let found = s.kernels.iter().all(|k| uses.iter().any(|u| u.name == *k));
@@ -143,7 +147,7 @@ fn compile_all() -> usize {
             // takes most registers, on sm_90a, where it came closest to spilling.
             let by_type = portable().iter().any(|(p, _)| p.name == s.name);
             let one = (i + 1) % 3;
-            let archs = match (s.is_of_hopper(), by_type) {
+            let archs = match (is_of_hopper(s), by_type) {
                 (true, _) => 1..2,
                 (_, true) => one..one + 1,
                 _ => 0..if i == 0 { 3 } else { 1 },
