@@ -156,14 +156,15 @@ void emu_ordered();   // a fence: threads of this block may have told this one o
 unsigned emu_cluster_rank();
 unsigned emu_cluster_size();
 void emu_cluster_sync();
-// Arrives at a barrier of block `rank` of the cluster, which lies where `bar` does here; and stores a word there before.
+// Arrives at a barrier of block `rank` of the cluster, which lies where `bar` does here; and stores
+// a word there before.
 void emu_peer_arrive(unsigned long long* bar, unsigned rank);
 void emu_peer_store(unsigned* word, unsigned rank, unsigned value);
 // Boxes of tensors: a load into the blocks of the cluster whose bits are set, a store, a sum.
 void emu_tensor_load(void* shared, const void* map, unsigned long long* bar, const int* at, unsigned rank, unsigned blocks);
 void emu_tensor_store(const void* map, const void* shared, const int* at, unsigned rank, bool adds);
-// Products of a warpgroup, by each of its warps: the accumulators of its lanes, the descriptors, whether to add. Operands
-// are read, and sums set, some time until a wait has ended.
+// Products of a warpgroup, by each of its warps: the accumulators of its lanes, the descriptors,
+// whether to add. Operands are read, and sums set, some time until a wait has ended.
 enum : unsigned { EMU_WG_F16 = 1, EMU_WG_A_MN = 2, EMU_WG_B_MN = 4 };
 unsigned long long emu_product_desc(const void* tile);
 void emu_product_fence();

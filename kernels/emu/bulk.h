@@ -56,7 +56,8 @@ unsigned parity_of(u64 word) {
     return word >> 16 & 1;
 }
 
-// The word at `bar` of this block's shared memory, which is its own or a peer's: `word` is where it lies now.
+// The word at `bar` of this block's shared memory, which is its own or a peer's: `word` is where it
+// lies now.
 void check_word(Fiber* f, const u64* bar, const u64* word) {
     if (!in_shared(f->block, bar, 8) || (u64)bar % 8 != 0) die(f, "a barrier that is not in shared memory");
     // Zero, or what shared memory begins as.

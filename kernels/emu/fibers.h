@@ -37,7 +37,8 @@ enum State { READY, SYNC, WARP, NAMED, DONE };
 struct Block;
 struct Worker;
 
-// Blocks that were launched together and reach each other's shared memory; null where one has ended.
+// Blocks that were launched together and reach each other's shared memory; null where one has
+// ended.
 struct Cluster {
     std::vector<Block*> blocks;
     unsigned threads, come, phase, left;  // of their barrier; blocks that have not ended
@@ -66,8 +67,8 @@ struct Box {
     unsigned offset;  // of its tile in the dynamic shared memory
 };
 
-// A bulk copy on its way: of a load its barrier, and the phase that its bytes belong to. The side of the tensor of a
-// box is null.
+// A bulk copy on its way: of a load its barrier, and the phase that its bytes belong to. The side
+// of the tensor of a box is null.
 struct Bulk {
     char* to;
     const char* from;
@@ -80,7 +81,8 @@ struct Bulk {
     Box box;
 };
 
-// A product of a warpgroup that one of its warps has issued, and whose sums are not in its registers yet.
+// A product of a warpgroup that one of its warps has issued, and whose sums are not in its
+// registers yet.
 struct Product {
     float* d[32];  // of each lane
     unsigned n, group;

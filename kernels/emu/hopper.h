@@ -1,5 +1,5 @@
-// The emulator's runtime, part two and a half: clusters, boxes of tensors, and products of warpgroups, which read their
-// operands and set their sums late.
+// The emulator's runtime, part two and a half: clusters, boxes of tensors, and products of
+// warpgroups, which read their operands and set their sums late.
 
 namespace {
 
@@ -34,8 +34,8 @@ unsigned bytes_of(const EmuTensorMap& m) {
     return n;
 }
 
-// Calls `f` with each row of a box that has something of the tensor: its place in the tile, where the tensor has its
-// first element, and bytes.
+// Calls `f` with each row of a box that has something of the tensor: its place in the tile, where
+// the tensor has its first element, and bytes.
 template <class F> void each_row(const Box& x, F f) {
     const EmuTensorMap& m = x.map;
     const unsigned len = m.box[0] * m.size;

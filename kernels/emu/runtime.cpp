@@ -58,7 +58,8 @@ Used used_of(Block* b, const char* at) {
     return {end, last - end < GUARD ? last - end : GUARD, last};
 }
 
-// What a block finds in its shared memory. Not zeros: what a kernel reads before it writes must show.
+// What a block finds in its shared memory. Not zeros: what a kernel reads before it writes must
+// show.
 void fill_shared(Module* m, char* at, Used u) {
     memset(at, 0xff, u.end);
     memset(at + u.end, 0xa5, u.guard);
@@ -89,7 +90,8 @@ void load_shared(Block* b) {
     *loaded = b;
 }
 
-// Where the shared memory of a block lies that is not in its place: another one of its cluster runs. `at` is that place.
+// Where the shared memory of a block lies that is not in its place: another one of its cluster
+// runs. `at` is that place.
 char* image_of(Block* b, const char* at) {
     Module* m = module_of(b);
     if (!b->started) {

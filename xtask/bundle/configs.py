@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from judges import Told, by_status
+from judges import Reported, by_status
 
 HERE = Path(__file__).resolve().parent
 LIMIT_S = 60
@@ -79,7 +79,9 @@ def why_not(backend, said):
     doctor says nothing of it: then what needs the backend runs, and fails for a reason of its
     own."""
     found = re.search(f"^.{{4}} backend {backend}: (.*)$", said, re.MULTILINE)
-    return None if not found or found[1] == "available" else Told(f"backend {backend}: {found[1]}")
+    if not found or found[1] == "available":
+        return None
+    return Reported(f"backend {backend}: {found[1]}")
 
 
 def devices_of(n):
@@ -97,8 +99,8 @@ def first_devices(n):
 
 
 # The driver tells how many there are.
-TWO_GPUS = Told("needs two GPUs")
+TWO_GPUS = Reported("needs two GPUs")
 IS_BARE = "--no-interposer" in sys.argv
 NOT_WATCHED = (
-    Told("not watched, as --no-interposer asks") if IS_BARE else "needs gcc, and the interposer"
+    Reported("not watched, as --no-interposer asks") if IS_BARE else "needs gcc, and the interposer"
 )

@@ -6,7 +6,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 from configs import LIMIT_S, devices_of
-from judges import Told
+from judges import Reported
 
 # In this order; litmus tests are among the configurations of conformance, links and rates among
 # those of bench.
@@ -21,7 +21,7 @@ those before it with --done, goes on there:
   OUT=b run.sh evidence 2 --for 500 --done a/results.jsonl
 A row of --done counts if it is of this commit and of as many GPUs. What passed is not run again,
 unless nobody watched it for cuMulticastCreate and this call would. What was left out, as the driver
-or doctor told, stays out while they say so. What failed runs again, after all the rest. Nothing
+or doctor reported, stays out while they say so. What failed runs again, after all the rest. Nothing
 counts where the commit is unknown or `-dirty`: its name is that of other trees, too.
 Rows of any commit tell how long a configuration takes. Within a part the longest is first; none is
 begun that takes longer than --for leaves, and one of unknown length may run a minute beyond it.
@@ -164,7 +164,7 @@ class Evidence:
             # What cannot run here takes no time, and is said once.
             for mode, c in unit.configs:
                 row = self.before.last.get(f"{mode}/{c.name}", {})
-                if c.needs and not (isinstance(c.needs, Told) and row.get("told")):
+                if c.needs and not (isinstance(c.needs, Reported) and row.get("reported")):
                     self.runner.run(mode, c)
         self.note()
         for again in [False, True]:
@@ -214,11 +214,11 @@ class Evidence:
 
     def states(self, unit):
         """Each line of a unit: name, state, and the row that says so. `left` is what has none that
-        counts; `untold` what is left out for a reason that neither the driver nor doctor gives."""
+        counts; `unreported` those left out for a reason that neither driver nor doctor gives."""
         for name, c in unit.named():
             row = self.runner.lines.get(name)
             if c and c.needs:
-                state = "skipped" if isinstance(c.needs, Told) else "untold"
+                state = "skipped" if isinstance(c.needs, Reported) else "unreported"
                 row = row or {"summary": c.needs}
             elif row is None:
                 row = self.before.last.get(name, {})
@@ -238,7 +238,7 @@ class Evidence:
                     "passed": 0,
                     "passed_before": 0,
                     "skipped": {},
-                    "untold": {},
+                    "unreported": {},
                     "failed": {},
                     "left": [],
                     "left_s": 0.0,
@@ -275,18 +275,20 @@ class Evidence:
         found = self.summary()
         parts = found["parts"].values()
         passed, before = (sum(p[key] for p in parts) for key in ["passed", "passed_before"])
-        skipped, untold, failed = (
-            [name for p in parts for name in p[key]] for key in ["skipped", "untold", "failed"]
+        skipped, unreported, failed = (
+            [name for p in parts for name in p[key]] for key in ["skipped", "unreported", "failed"]
         )
         left = [name for p in parts for name in p["left"]]
-        print(f"done: {passed} passed, {before} of them before; {len(skipped)} left out, as told")
+        left_out = f"{len(skipped)} left out, as reported"
+        print(f"done: {passed} passed, {before} of them before; {left_out}")
         again = found["failed_before_they_passed"]
         if again:
             print(f"passed, but failed before: {len(again)} {' '.join(again)}")
-        if untold:
-            print(f"left out, for no reason that was told: {len(untold)} {' '.join(untold)}")
+        if unreported:
+            names = f"{len(unreported)} {' '.join(unreported)}"
+            print(f"left out, for no reason that was reported: {names}")
         print(f"failed: {len(failed)} {' '.join(failed)}".rstrip())
         seconds, unknown = (sum(p[key] for p in parts) for key in ["left_s", "left_unknown"])
         length = f"{seconds:.0f} s expected, {unknown} of unknown length: " if left else ""
         print(f"left: {len(left)} {length}{' '.join(left)}".rstrip())
-        return 1 if not found["complete"] or self.runner.untold else 0
+        return 1 if not found["complete"] or self.runner.unreported else 0

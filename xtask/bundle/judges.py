@@ -4,7 +4,7 @@ import json
 import re
 
 
-class Told(str):
+class Reported(str):
     """Why something is left out, as the driver or `doctor` tell it. Of other reasons nobody knows
     whether they hold."""
 

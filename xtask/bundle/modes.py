@@ -211,7 +211,8 @@ def of_one_gpu(n):
     # Tensor maps of tests have a kernel of their own.
     skips = ["--skip", "attention", "--skip", "emulated", "--skip", "maps::"]
     yield Config("ops", [program("gpu"), *skips], by_tests, takes=1)
-    yield Config("ops-maps", [program("gpu"), "maps::", "--skip", "emulated"], by_tests, jit=True)
+    maps = [program("gpu"), "maps::", "--skip", "emulated"]
+    yield Config("tensor-maps", maps, by_tests, jit=True)
     yield Config("ops-attention", [program("gpu"), "attention"], by_tests, jit=True, takes=1)
 
 

@@ -19,7 +19,7 @@ from configs import HERE, LIMIT_S, devices_of, first_devices, program
 from drills import drill
 from evidence import EVIDENCE, HELP, Before, Evidence, rows_in, units_of
 from faults import faults
-from judges import Told, against_limits, by_litmus, by_ratios, cases_of, rows_of, watched
+from judges import Reported, against_limits, by_litmus, by_ratios, cases_of, rows_of, watched
 from modes import conformance, smoke
 
 # What evidence keeps of the output of each configuration that failed.
@@ -125,8 +125,8 @@ class Runner:
         self.preload = self.interposer() if interpose else None
         # What limits.cu and our links have said, once each has run.
         self.limits, self.links = None, None
-        # Left out for a reason that nobody has told.
-        self.untold = []
+        # Left out for a reason that nobody has reported.
+        self.unreported = []
         self.noting = threading.Lock()
 
     def interposer(self):
@@ -191,8 +191,8 @@ class Runner:
         multicast = Path(self.cache) / (name.replace("/", "-") + ".multicast")
         if c.needs:
             rc, state, summary = None, "skipped", c.needs
-            if mode == "conformance" and self.n > 1 and not isinstance(c.needs, Told):
-                self.untold.append(name)
+            if mode == "conformance" and self.n > 1 and not isinstance(c.needs, Reported):
+                self.unreported.append(name)
         else:
             argv = ["timeout", "-k", "5", str(LIMIT_S), *c.argv]
             log = self.logs / (name.replace("/", "-") + ".txt")
@@ -232,8 +232,8 @@ class Runner:
             line["rows"] = rows_of(out) + cases_of(out)
             self.limits = out if c.name == "limits" else self.limits
             self.links = line["rows"] if c.name == f"links-{self.n}" else self.links
-        if isinstance(c.needs, Told):
-            line["told"] = True
+        if isinstance(c.needs, Reported):
+            line["reported"] = True
         self.note(line)
         if self.failed_logs and not c.needs:
             self.put_away(log, line)
@@ -406,12 +406,14 @@ def run_all(a, wanted, n, place):
         print(f"{len(late)} not begun: {' '.join(late)}")
     skipped = f", {runner.count['skipped']} skipped" if runner.count["skipped"] else ""
     print(f"{runner.count['passed']} passed, {runner.count['failed']} failed{skipped}")
-    if runner.untold:
+    if runner.unreported:
         print(
-            f"{len(runner.untold)} of conformance left out (name them with --skip, if they are to"
-            f" be): {' '.join(runner.untold)}"
+            f"{len(runner.unreported)} of conformance left out (name them with --skip, if they are"
+            f" to be): {' '.join(runner.unreported)}"
         )
-    return 1 if late or runner.untold or runner.count["failed"] or not runner.count["passed"] else 0
+    count = runner.count
+    bad = late or runner.unreported or count["failed"] or not count["passed"]
+    return 1 if bad else 0
 
 
 if __name__ == "__main__":

@@ -262,7 +262,7 @@ fn what_is_left_out_was_told_by_doctor() {
          for rc, out in [(0, told), (1, told), (1, told + 'FAIL NCCL: x cannot be loaded'), (0, told[:50]), (139, told), (0, '')]:\n\
          \x20   print(judges.by_backends('nccl', 'nvshmem')(rc, out)[0])\n\
          left = {c.name for n in [2, 8] for c in modes.conformance(n) if 'nccl' in c.name and c.needs}\n\
-         print(left, all(isinstance(c.needs, judges.Told) for c in modes.conformance(1) if c.needs and 'check' not in c.name))",
+         print(left, all(isinstance(c.needs, judges.Reported) for c in modes.conformance(1) if c.needs and 'check' not in c.name))",
     );
     let want = [
         "backend nccl: no libnccl.so.2 None None",
@@ -282,12 +282,12 @@ fn what_is_left_out_was_told_by_doctor() {
 fn what_is_left_out_without_a_word_is_no_success() {
     let said = runner(
         "import pathlib, tempfile\n\
-         for n, needs in [(2, 'no tool'), (2, judges.Told('doctor says')), (1, 'no tool')]:\n\
+         for n, needs in [(2, 'no tool'), (2, judges.Reported('doctor says')), (1, 'no tool')]:\n\
          \x20   with tempfile.TemporaryDirectory() as out:\n\
          \x20       r = run.Runner(pathlib.Path(out), n, False, {})\n\
          \x20       for mode in ['conformance', 'faults']:\n\
          \x20           r.run(mode, configs.Config('c', [], needs=needs))\n\
-         \x20       print('=', r.untold, r.count['skipped'])",
+         \x20       print('=', r.unreported, r.count['skipped'])",
     );
     let said: Vec<_> = said.lines().filter(|l| l.starts_with('=')).collect();
     assert_eq!(said, ["= ['conformance/c'] 2", "= [] 2", "= [] 2"]);

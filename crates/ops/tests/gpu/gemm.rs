@@ -301,21 +301,14 @@ fn what_cublaslt_does_not_take() {
     p.check();
 }
 
-/// A contraction that the library cuts in parts: its workspace is used by one launch at a time, on
-/// whatever streams; each launch gives the same bits.
-#[test]
-fn cublaslt_gives_the_same_bits_on_two_streams() {
-    let Some(g) = gpu() else { return };
-    let Some(()) = with_cublaslt(&g) else { return };
+/// Launches of `plan` side by side on two streams, `rounds` times `num`: each gives the bits of its
+/// own operands, and they are right.
+pub fn same_bits(g: &Gpu, streams: &[Stream; 2], plan: &GemmPlan, (rounds, num): (usize, usize)) {
     let mut rng = Rng::new(23);
-    let Device::Cuda(ctx) = &g.device else { return };
-    let streams = [g.stream.clone(), Stream::on(ctx).unwrap()];
-    let desc = GemmDesc { out: DType::F32, ..GemmDesc::nt(64, 64, 65536, DType::BF16) };
-    let plan = plan_by(&g, desc, GemmBackend::CublasLt);
-    let problems = [0, 1].map(|_| Problem::new(&g, &mut rng, desc, 64));
+    let problems = [0, 1].map(|_| Problem::new(g, &mut rng, *plan.desc(), plan.desc().m));
     let mut first: Vec<Vec<u8>> = Vec::new();
-    for round in 0..20 {
-        for i in 0..8 {
+    for round in 0..rounds {
+        for i in 0..num {
             drop(plan.launch(&streams[i % 2], problems[i % 2].inputs.clone()).unwrap());
         }
         streams.iter().for_each(|s| s.synchronize().unwrap());
@@ -324,6 +317,19 @@ fn cublaslt_gives_the_same_bits_on_two_streams() {
         first = bits;
     }
     problems.iter().for_each(Problem::check);
+}
+
+/// A contraction that the library cuts in parts: its workspace is used by one launch at a time, on
+/// whatever streams; each launch gives the same bits.
+#[test]
+fn cublaslt_gives_the_same_bits_on_two_streams() {
+    let Some(g) = gpu() else { return };
+    let Some(()) = with_cublaslt(&g) else { return };
+    let Device::Cuda(ctx) = &g.device else { return };
+    let streams = [g.stream.clone(), Stream::on(ctx).unwrap()];
+    let desc = GemmDesc { out: DType::F32, ..GemmDesc::nt(64, 64, 65536, DType::BF16) };
+    let plan = plan_by(&g, desc, GemmBackend::CublasLt);
+    same_bits(&g, &streams, &plan, (20, 8));
 }
 
 #[test]

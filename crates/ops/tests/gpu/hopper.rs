@@ -8,7 +8,7 @@ use tilewire_testing::{Lack, WORDS, did_not_run};
 
 use crate::common::{Gpu, gpu};
 use crate::driver::Driver;
-use crate::gemm::{Problem, epilogue, plan_by};
+use crate::gemm::{Problem, epilogue, plan_by, same_bits};
 
 const ORDERS: [(AOrder, BOrder); 3] =
     [(AOrder::Mk, BOrder::Nk), (AOrder::Mk, BOrder::Kn), (AOrder::Km, BOrder::Kn)];
@@ -144,22 +144,10 @@ fn what_the_core_does_not_take() {
 fn the_core_gives_the_same_bits_on_two_streams() {
     let Some(g) = hopper() else { return };
     let Device::Cuda(ctx) = &g.device else { return };
-    let mut rng = Rng::new(33);
     let streams = [g.stream.clone(), Stream::on(ctx).unwrap()];
     let desc = GemmDesc::nt(264, 520, 136, DType::BF16);
     let plan = plan_by(&g, desc, GemmBackend::Hopper);
-    let problems = [0, 1].map(|_| Problem::new(&g, &mut rng, desc, desc.m));
-    let mut first: Vec<Vec<u8>> = Vec::new();
-    for round in 0..if is_emulated() { 2 } else { 50 } {
-        for i in 0..4 {
-            drop(plan.launch(&streams[i % 2], problems[i % 2].inputs.clone()).unwrap());
-        }
-        streams.iter().for_each(|s| s.synchronize().unwrap());
-        let bits: Vec<_> = problems.iter().map(|p| p.out.t.download().unwrap()).collect();
-        assert!(round == 0 || bits == first, "round {round}");
-        first = bits;
-    }
-    problems.iter().for_each(Problem::check);
+    same_bits(&g, &streams, &plan, (if is_emulated() { 2 } else { 50 }, 4));
 }
 
 #[test]

@@ -83,12 +83,12 @@ fn maps_and_clusters_come_to_an_emulated_device() {
         // One multiprocessor has two blocks alive, or one cluster.
         let out = run.env("TW_EMU_SMS", "1").args(["--exact", test, "--nocapture"]).output();
         let out = out.unwrap();
-        let (said, told) =
+        let (out_text, err_text) =
             (String::from_utf8_lossy(&out.stdout), String::from_utf8_lossy(&out.stderr));
         let good = out.status.success()
-            && said.contains("test result: ok. 1 passed")
-            && !told.contains(WORDS);
-        assert!(good, "{test}: {:?}\n{said}\n{told}", out.status);
+            && out_text.contains("test result: ok. 1 passed")
+            && !err_text.contains(WORDS);
+        assert!(good, "{test}: {:?}\n{out_text}\n{err_text}", out.status);
     }
 }
 
@@ -240,7 +240,7 @@ impl Encode {
         let mut out = Out([0xa5; 256]);
         let at = out.0[self.offset..].as_mut_ptr().cast();
         let base = std::ptr::without_provenance_mut(self.base as usize);
-        // SAFETY: the driver's function, with room for a map and lists of six sizes.
+        // SAFETY: the driver's function, with space for a map and lists of six sizes.
         let code = unsafe {
             let encode = lib.get::<EncodeFn>(b"cuTensorMapEncodeTiled\0").unwrap();
             encode(

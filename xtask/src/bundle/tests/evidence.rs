@@ -214,7 +214,7 @@ fn rows_count_for_what_this_call_would_find_out() {
          \x20   return evidence.Unit('m', configs.Config('c', [], **more), before).is_open()\n\
          print(is_open([good], True), is_open([none], True), is_open([none], False),\n\
          \x20   is_open([none], True, preload=False), is_open([good, row(state='failed')], True))\n\
-         told = judges.Told('no NCCL')\n\
+         told = judges.Reported('no NCCL')\n\
          print(is_open([skip], True), is_open([skip], True, needs=told), is_open([], True, needs='no tool'))\n\
          print(evidence.Before([good], None, 1, True).passed('m/c', True))\n\
          parts = [evidence.part_of(n) for n in ['conformance/litmus-credit', 'conformance/ops', 'bench/links-2', 'bench/op-ep']]\n\
