@@ -319,6 +319,7 @@ mod tests {
             "EP",
             "EP_BULK",
             "EP_RETURN",
+            "HOPPER_GEMM",
             "LAYERS",
             "MOVE",
             "OPTIMIZER",

@@ -79,14 +79,15 @@ fn variants(d: &GemmDesc) -> Option<Vec<Variant>> {
     Some(Variant::all().into_iter().filter(fits).collect())
 }
 
-/// The cost of a tile of `cols` columns, in columns of the widest: rates measured on one H100
-/// (8192 x 8192 x 8192, docs/lab/gemm.md), and the time of a tile beside its products.
+/// The cost of a tile of `cols` columns, in columns of the widest: its rate among whole waves of
+/// 8192 x 8192 x 8192 as measured on one H100 (docs/lab/gemm.md), where tiles of 256 columns take
+/// 16 waves and those of 224, 192 and 128 take 18, 21 and 32, and the time beside its products.
 fn tile_cost(cols: usize, k: usize) -> f64 {
     let rate = match cols {
         256 => 1.0,
-        224 => 0.99,
-        192 => 0.98,
-        _ => 0.84,
+        224 => 0.979,
+        192 => 0.973,
+        _ => 0.845,
     };
     // About 2 us, the time of 64 x 16 elements of k at 256 columns.
     cols as f64 / rate + 256.0 * 160.0 / k as f64
