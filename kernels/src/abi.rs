@@ -133,6 +133,17 @@ abi! {
         flags: u32,
     }
 
+    /// Products of groups by the core for sm_90a, beside their tensor maps.
+    "hopper/groups.cuh" TwHopperGrouped {
+        g: TwHopper,
+        splits: u64,
+        status: u64,
+        accumulate: u64,
+        stride: i64,
+        groups: u32,
+        pad: u32,
+    }
+
     /// An encoded tensor map, which a kernel needs at a multiple of 64 bytes.
     "ptx/tensor.cuh" TwTensorMap {
         words: [u64; 16],

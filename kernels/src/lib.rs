@@ -93,8 +93,13 @@ impl Source {
 
 /// The units that have variants, each with its definitions.
 pub fn variants() -> Vec<(Source, Vec<(String, u64)>)> {
-    let hopper = hopper::Variant::all().into_iter().map(|v| (hopper::HOPPER_GEMM, v.defines()));
-    portable::portable().into_iter().chain(attention::attention()).chain(hopper).collect()
+    let of = |source, all: Vec<hopper::Variant>| {
+        all.into_iter().map(move |v| (source, v.defines()))
+    };
+    let dense = of(hopper::HOPPER_GEMM, hopper::Variant::all());
+    let grouped = of(hopper::HOPPER_GROUPED_GEMM, hopper::Variant::all_grouped());
+    let portable = portable::portable().into_iter().chain(attention::attention());
+    portable.chain(dense).chain(grouped).collect()
 }
 
 /// Loads, stores, fences and timers, named by operation, order and scope: for kernels of tests.
@@ -174,6 +179,7 @@ pub const ALL: &[Source] = &[
     SM80_GEMM,
     SM80_GROUPED_GEMM,
     hopper::HOPPER_GEMM,
+    hopper::HOPPER_GROUPED_GEMM,
     portable::QUANT,
     portable::PERMUTE,
     portable::REDUCE,

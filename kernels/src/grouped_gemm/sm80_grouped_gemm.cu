@@ -21,12 +21,7 @@
 // each group.
 
 #include "../gemm/mainloop.cuh"
-
-enum : u32 {
-    TW_ZERO_TAIL = 128,
-    TW_ENDS = 512,         // splits are the ends of groups, not their counts
-    TW_NARROW_SPLITS = 1024,  // splits are i32
-};
+#include "splits.cuh"
 
 struct TwGrouped {
     TwGemm g;
@@ -46,46 +41,30 @@ struct TwFound {
     u32 tile;               // tiles of rows before it
 };
 
-__device__ __forceinline__ i64 tw_split(const TwGrouped& p, u32 e) {
-    return p.g.flags & TW_NARROW_SPLITS ? ((const int*)p.splits)[e] : ((const i64*)p.splits)[e];
-}
-
 // Finds the group that contains row tile `index` (BY_TILE), or group `index`.
 template <bool BY_TILE, u32 BM = TW_BM>
 __device__ __forceinline__ TwFound tw_find(const TwGrouped& p, u32 capacity, u32 index) {
     const u32 lane = threadIdx.x % 32, all = 0xffffffff;
+    const TwSplits splits = {p.splits, p.groups, p.g.flags};
     TwFound f = {};
     u64 rows = 0, tiles = 0;
     for (u32 base = 0; base < p.groups; base += 32) {
         const u32 e = base + lane;
-        const bool ends = p.g.flags & TW_ENDS;
-        const i64 before = ends && e > 0 && e < p.groups ? tw_split(p, e - 1) : 0;
-        const i64 v = e < p.groups ? tw_split(p, e) : before;
-        // Clamped, so that no sum overflows. If a group's end is valid, all groups before it are,
-        // too.
-        const u64 num = v < before ? 0 : min((u64)v - (u64)before, (u64)capacity + 1);
-        const u64 own = (num + BM - 1) / BM;
-        u64 end = num, last = own;
-        for (u32 by = 1; by < 32; by *= 2) {
-            const u64 r = __shfl_up_sync(all, end, by), t = __shfl_up_sync(all, last, by);
-            if (lane >= by) end += r, last += t;
-        }
-        end += rows, last += tiles;
-        const u32 code = v < before ? 1 : end > capacity ? 2 : 0;
-        const u32 bad = __ballot_sync(all, code != 0);
-        if (bad) {
-            f.code = __shfl_sync(all, code, __ffs(bad) - 1);
+        const TwSizes s = tw_sizes(splits, base, rows, capacity);
+        if (s.code) {
+            f.code = s.code;
             return f;
         }
+        const u64 own = (s.num + BM - 1) / BM, last = tw_sum_to_lane(own) + tiles;
         const bool here = BY_TILE ? index >= last - own && index < last : index == e && e < p.groups;
         const u32 who = __ballot_sync(all, here);
         if (who) {
             const u32 at = __ffs(who) - 1;
             f.found = true, f.group = base + at;
-            f.rows = __shfl_sync(all, (u32)num, at), f.row0 = __shfl_sync(all, (u32)(end - num), at);
+            f.rows = __shfl_sync(all, (u32)s.num, at), f.row0 = __shfl_sync(all, (u32)(s.end - s.num), at);
             f.tile = __shfl_sync(all, (u32)(last - own), at);
         }
-        rows = __shfl_sync(all, end, 31), tiles = __shfl_sync(all, last, 31);
+        rows = __shfl_sync(all, s.end, 31), tiles = __shfl_sync(all, last, 31);
     }
     f.total = (u32)rows;
     return f;

@@ -124,36 +124,37 @@ template <bool MN, u32 EXTENT> struct TwPieces {
     enum : u32 { NUM = MN ? EXTENT / 64 : 2, SPAN = EXTENT / NUM, BYTES = SPAN * TW_HG_K * 2 };
     static_assert(EXTENT % NUM == 0 && BYTES % 1024 == 0, "whole pieces, of whole patterns of the swizzle");
 
-    // Loads what this block loads of the tile at `at` along m or n, and `k`: all of it for itself,
-    // or every other piece for both. The second half of the pieces lies `jump` further on.
-    __device__ __forceinline__ static void load(u8* tile, const TwTensorMap* map, u64* bar, u32 at, u32 k, u32 jump, bool shared) {
+    // Loads what this block loads of the tile of `box` at `at` along m or n, and `k`: all of it for
+    // itself, or every other piece for both. The second half of the pieces lies `jump` further on.
+    template <class Box> __device__ __forceinline__ static void load(u8* tile, const Box& box, u64* bar, u32 at, u32 k, u32 jump, bool shared) {
         const u32 rank = cluster_ctarank();
 #pragma unroll
         for (u32 i = 0; i < NUM; i++) {
             const u32 mn = at + i * SPAN + (2 * i >= NUM ? jump : 0);
             const u32 x = MN ? mn : k, y = MN ? k : mn;
-            if (!shared) tensor_load_3d(tile + i * BYTES, map, bar, (int)x, (int)y, 0);
-            else if (i % 2 == rank) tensor_load_3d_multicast(tile + i * BYTES, map, bar, (int)x, (int)y, 0, 3);
+            if (!shared) box.load(tile + i * BYTES, bar, x, y);
+            else if (i % 2 == rank) box.multicast(tile + i * BYTES, bar, x, y);
         }
     }
 };
 
-// The loader: one thread.
-template <bool A_MN, bool B_MN>
-__device__ __forceinline__ void tw_load_tiles(const TwHopper& g, const TwOrder& order, const TwTensorMap* a, const TwTensorMap* b) {
+// The loader: one thread. `Tiles` says which tiles there are and where their operands and results
+// lie: TwDense below, TwGroups of grouped.cuh.
+template <class Tiles> __device__ __forceinline__ void tw_load_tiles(Tiles& tiles, bool counted) {
     TwStages s;
-    const u32 rank = cluster_ctarank(), steps = (g.k + TW_HG_K - 1) / TW_HG_K;
+    const u32 rank = cluster_ctarank();
     // Of SwiGLU's tile half are columns of the gate, half those of up that go with them.
-    const u32 jump = TW_HG_EPI == TW_HG_SWIGLU ? g.n / 2 - TW_HG_WIDTH : 0;
-    TwTickets tickets(g.counter != nullptr);
-    for (u32 t = clusterid_x(); t < order.num(); t = tickets.next<false>(t)) {
-        const TwSpot spot = order.at(t, rank);
-        for (u32 i = 0; i < steps; i++) {
+    const u32 jump = TW_HG_EPI == TW_HG_SWIGLU ? tiles.cols() - TW_HG_WIDTH : 0;
+    TwTickets tickets(counted);
+    for (u32 t = clusterid_x(); t < tiles.num(); t = tickets.next<false>(t)) {
+        tiles.go(t, rank);
+        for (u32 i = 0; i < tiles.steps(); i++) {
             s.wait_empty();
             u64* full = s.full + s.stage;
             mbarrier_arrive_expect_tx(full, TW_HG_A_BYTES + TW_HG_B_BYTES);
-            TwPieces<A_MN, TW_HG_M>::load(s.a(), a, full, spot.row * TW_HG_M, i * TW_HG_K, 0, spot.shares_a);
-            TwPieces<B_MN, TW_HG_N>::load(s.b(), b, full, spot.col * TW_HG_WIDTH, i * TW_HG_K, jump, !spot.shares_a);
+            const u32 k = tiles.k() + i * TW_HG_K;
+            TwPieces<TW_HG_A_MN, TW_HG_M>::load(s.a(), tiles.a(), full, tiles.row(), k, 0, tiles.shares_a());
+            TwPieces<TW_HG_B_MN, TW_HG_N>::load(s.b(), tiles.b(), full, tiles.col(), k, jump, !tiles.shares_a());
             s.advance();
         }
     }
@@ -163,21 +164,20 @@ __device__ __forceinline__ void tw_load_tiles(const TwHopper& g, const TwOrder& 
     }
 }
 
-// acc = the product of 64 rows of A and the tile's columns over all of k: one warpgroup. `t`
+// acc = the product of 64 rows of A and the tile's columns over `steps` stages: one warpgroup. `t`
 // becomes the number of the next tile, under the last products of this one.
-template <bool A_MN, bool B_MN>
-__device__ __forceinline__ void tw_multiply_tile(float (&acc)[TW_HG_N / 2], TwStages& s, TwTickets& tickets, u32& t, u32 k, u32 half) {
-    const u32 steps = (k + TW_HG_K - 1) / TW_HG_K, thread = threadIdx.x % 128;
+__device__ __forceinline__ void tw_multiply_tile(float (&acc)[TW_HG_N / 2], TwStages& s, TwTickets& tickets, u32& t, u32 steps, u32 half) {
+    const u32 thread = threadIdx.x % 128;
     for (u32 i = 0; i < steps; i++) {
         s.wait_full();
         // Half of A is one piece, whichever way it lies.
         const u8* a = s.a() + half * (TW_HG_A_BYTES / 2);
-        const u64 da = A_MN ? wgmma_desc_mn(a, 0) : wgmma_desc_k(a);
-        const u64 db = B_MN ? wgmma_desc_mn(s.b(), 64 * TW_HG_K * 2) : wgmma_desc_k(s.b());
+        const u64 da = TW_HG_A_MN ? wgmma_desc_mn(a, 0) : wgmma_desc_k(a);
+        const u64 db = TW_HG_B_MN ? wgmma_desc_mn(s.b(), 64 * TW_HG_K * 2) : wgmma_desc_k(s.b());
         wgmma_fence();
 #pragma unroll
         for (u32 z = 0; z < TW_HG_K / 16; z++)
-            wgmma_m64k16_f32<TW_HG_N, TW_HG_F16, A_MN, B_MN>(acc, da + z * (A_MN ? 128 : 2), db + z * (B_MN ? 128 : 2), i + z > 0);
+            wgmma_m64k16_f32<TW_HG_N, TW_HG_F16, TW_HG_A_MN, TW_HG_B_MN>(acc, da + z * (TW_HG_A_MN ? 128 : 2), db + z * (TW_HG_B_MN ? 128 : 2), i + z > 0);
         wgmma_commit_group();
         if (i + 1 == steps) t = tickets.next<true>(t);
         wgmma_wait_group<0>();
@@ -187,31 +187,36 @@ __device__ __forceinline__ void tw_multiply_tile(float (&acc)[TW_HG_N / 2], TwSt
     wgmma_hold(acc);
 }
 
-// A product: what every kernel of the core does.
-template <bool A_MN, bool B_MN>
-__device__ __forceinline__ void tw_hopper_product(const TwHopper& g, const TwTensorMap* a, const TwTensorMap* b, const TwTensorMap* d) {
+// What every kernel of the core does behind tw_begin: `product` has its counter.
+template <class Tiles> __device__ __forceinline__ void tw_hopper_product(const TwHopper& product, Tiles& tiles) {
     const u32 rank = cluster_ctarank(), group = threadIdx.x / 128, warp = threadIdx.x / 32;
-    const u32 cols = TW_HG_EPI == TW_HG_SWIGLU ? g.n / 2 : g.n;
-    const TwOrder order((g.m + TW_HG_M - 1) / TW_HG_M, (cols + TW_HG_WIDTH - 1) / TW_HG_WIDTH);
-    if (threadIdx.x == 0) tensor_prefetch(a), tensor_prefetch(b), tensor_prefetch(d);
-    tw_begin();
+    const bool counted = product.counter != nullptr;
     if (group == 2) {
         setmaxnreg_dec<TW_HG_LOAD_REGISTERS>();
-        if (warp == 8 && elect_sync()) tw_load_tiles<A_MN, B_MN>(g, order, a, b);
-        if (warp == 9 && rank == 0 && g.counter != nullptr && elect_sync()) tw_deal_tiles(g.counter, order.num());
+        if (warp == 8 && elect_sync()) tw_load_tiles(tiles, counted);
+        if (warp == 9 && rank == 0 && counted && elect_sync()) tw_deal_tiles(product.counter, tiles.num());
+        if (warp >= 10) tiles.aside();
         return;
     }
     setmaxnreg_inc<TW_HG_MULTIPLY_REGISTERS>();
     TwStages s;
-    TwTickets tickets(g.counter != nullptr);
+    TwTickets tickets(counted);
     u32 buffer = 0;
-    for (u32 t = clusterid_x(); t < order.num();) {
-        const TwSpot spot = order.at(t, rank);
+    for (u32 t = clusterid_x(); t < tiles.num();) {
+        tiles.go(t, rank);
         float acc[TW_HG_N / 2];
-        tw_multiply_tile<A_MN, B_MN>(acc, s, tickets, t, g.k, group);
-        const u32 row = spot.row * TW_HG_M + 16 * warp, col = spot.col * TW_HG_WIDTH;
-        if (TW_HG_OUT == 2) tw_store_32(acc, g, row, col);
-        else tw_store_16(acc, g, d, row, col, buffer);
+        if (Tiles::MAY_BE_EMPTY && tiles.steps() == 0) {
+            t = tickets.next<true>(t);
+#pragma unroll
+            for (u32 i = 0; i < TW_HG_N / 2; i++) acc[i] = 0.0f;
+        } else {
+            tw_multiply_tile(acc, s, tickets, t, tiles.steps(), group);
+        }
+        if (Tiles::MAY_BE_EMPTY && tiles.keeps()) continue;
+        const TwHopper g = tiles.product();
+        const u32 row = tiles.row() + 16 * warp;
+        if (TW_HG_OUT == 2) tw_store_32(acc, g, row, tiles.col());
+        else tw_store_16(acc, g, tiles.d(), row, tiles.col(), buffer);
     }
     if (TW_HG_OUT != 2 && threadIdx.x % 32 == 0) bulk_wait_group<0>();
 }

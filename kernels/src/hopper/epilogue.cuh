@@ -203,7 +203,8 @@ __device__ __forceinline__ TwPlace tw_finish_chunk(const float (&acc)[TW_HG_N / 
 // its own, so that no warp waits for another and the stores go on under the next tile. Where 64
 // does not divide the tile, the last chunk writes some columns twice, the same values. `next` goes
 // on from tile to tile: a buffer that is written again has been read.
-__device__ __forceinline__ void tw_store_16(const float (&acc)[TW_HG_N / 2], const TwHopper& g, const TwTensorMap* d, u32 row, u32 col, u32& next) {
+template <class Box>
+__device__ __forceinline__ void tw_store_16(const float (&acc)[TW_HG_N / 2], const TwHopper& g, const Box& d, u32 row, u32 col, u32& next) {
     const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     u8* own = tw_smem + TW_HG_AT_D + warp * TW_HG_BUFFERS * TW_HG_BUFFER_BYTES;
 #pragma unroll
@@ -231,7 +232,7 @@ __device__ __forceinline__ void tw_store_16(const float (&acc)[TW_HG_N / 2], con
             fence_proxy_async_shared_cta();
             __syncwarp();
             if (lane == 0) {
-                tensor_store_3d(d, buffer, (int)(col + first), (int)row, (int)half);
+                d.store(buffer, col + first, row, half);
                 bulk_commit_group();
             }
         }

@@ -6,6 +6,13 @@ use crate::Source;
 pub const HOPPER_GEMM: Source =
     Source { name: "hopper/sm90_gemm.cu", defines: &[], kernels: &["tw_hopper_gemm"] };
 
+/// The same of groups, whose sizes are in device memory.
+pub const HOPPER_GROUPED_GEMM: Source = Source {
+    name: "hopper/sm90_grouped_gemm.cu",
+    defines: &[],
+    kernels: &["tw_hopper_grouped"],
+};
+
 /// Rows of a block's tile.
 pub const TILE_M: usize = 128;
 /// Elements of the contraction in a stage.
@@ -76,7 +83,7 @@ impl Order {
     }
 }
 
-/// A variant of [`HOPPER_GEMM`].
+/// A variant of [`HOPPER_GEMM`], or of [`HOPPER_GROUPED_GEMM`].
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Variant {
     /// Orders of the operands.
@@ -134,7 +141,25 @@ impl Variant {
         pairs.map(|(name, value)| (format!("TW_HG_{name}"), value)).to_vec()
     }
 
-    /// Every variant that a plan may load.
+    /// Dynamic shared memory of a product of groups in bytes: a summary of them, and ends and order
+    /// of at most 448.
+    pub fn grouped_shared_bytes(&self) -> u32 {
+        self.shared_bytes() + 16 + 448 * 6
+    }
+
+    /// Every variant of a product of groups that a plan may load: no derivatives; by rows results
+    /// are added to nothing, and by columns no function follows.
+    pub fn all_grouped() -> Vec<Variant> {
+        let fits = |v: &Variant| match v.epilogue {
+            Epilogue::Plain => [256, 128].contains(&v.cols),
+            Epilogue::Linear => v.order != Order::Nn,
+            Epilogue::Relu | Epilogue::Gelu | Epilogue::SwiGlu => v.order == Order::Nt,
+            Epilogue::DGelu | Epilogue::DSwiGlu => false,
+        };
+        Self::all().into_iter().filter(fits).collect()
+    }
+
+    /// Every variant of one product that a plan may load.
     pub fn all() -> Vec<Variant> {
         let mut all = Vec::new();
         for order in Order::ALL {
@@ -174,10 +199,10 @@ mod tests {
     fn variants_fit_into_shared_memory_and_differ() {
         let all = Variant::all();
         for (i, v) in all.iter().enumerate() {
-            assert!(v.shared_bytes() <= 232_448, "{v:?}: {}", v.shared_bytes());
+            assert!(v.grouped_shared_bytes() <= 232_448, "{v:?}: {}", v.shared_bytes());
             assert!(!all[..i].contains(v), "{v:?} is twice in the list");
             assert!(v.epilogue == Epilogue::Plain || v.width() % BOX_COLS == 0, "{v:?}");
         }
-        assert_eq!(all.len(), 82);
+        assert_eq!((all.len(), Variant::all_grouped().len()), (82, 38));
     }
 }

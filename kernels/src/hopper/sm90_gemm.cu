@@ -15,9 +15,13 @@
 // Algorithm: core.cuh.
 
 #include "core.cuh"
+#include "dense.cuh"
 
 extern "C" __global__ void __launch_bounds__(TW_HG_THREADS, 1)
 tw_hopper_gemm(const __grid_constant__ TwHopper g, const __grid_constant__ TwTensorMap a, const __grid_constant__ TwTensorMap b,
                const __grid_constant__ TwTensorMap d) {
-    tw_hopper_product<TW_HG_A_MN, TW_HG_B_MN>(g, &a, &b, &d);
+    if (threadIdx.x == 0) tensor_prefetch(&a), tensor_prefetch(&b), tensor_prefetch(&d);
+    TwDense tiles(g, &a, &b, &d);
+    tw_begin();
+    tw_hopper_product(g, tiles);
 }

@@ -7,7 +7,7 @@ use tilewire_kernels::SM80_GROUPED_GEMM;
 use tilewire_kernels::abi::{TwGemm, TwGrouped};
 
 use crate::gemm::{Build, NONE, RELU, SMALL, SWIGLU, Type, load, number};
-use crate::host::Lib;
+use crate::host::{Launch, Lib};
 use crate::memory::{ANY, Memory};
 use crate::planted::all_are_killed;
 use crate::run::Run;
@@ -26,7 +26,7 @@ pub static LIB: LazyLock<Build> =
     LazyLock::new(|| load(&SM80_GROUPED_GEMM, SM80_GROUPED_GEMM.emu_text(), SMALL, &[]));
 
 #[derive(Clone, Copy, PartialEq, Debug)]
-enum Pass {
+pub enum Pass {
     /// D [capacity, n] = A [capacity, k] W_e [n, k]^T.
     Fprop,
     /// The same with W_e [k, n].
@@ -34,35 +34,35 @@ enum Pass {
     /// D [groups][m, n] = A_e [rows, m]^T B_e [rows, n].
     Wgrad,
 }
-use Pass::{Dgrad, Fprop, Wgrad};
+pub use Pass::{Dgrad, Fprop, Wgrad};
 
 #[derive(Clone, Debug)]
-struct Case {
-    pass: Pass,
-    splits: Vec<i64>,
-    capacity: usize,
+pub struct Case {
+    pub pass: Pass,
+    pub splits: Vec<i64>,
+    pub capacity: usize,
     /// `m` of wgrad, `k` of the others.
-    k: usize,
-    n: usize,
-    act: u32,
-    bias: bool,
-    zero_tail: bool,
+    pub k: usize,
+    pub n: usize,
+    pub act: u32,
+    pub bias: bool,
+    pub zero_tail: bool,
     /// Wgrad adds to the groups of odd number.
-    accumulate: bool,
+    pub accumulate: bool,
     /// Splits are given as ends, and as i32.
-    ends: bool,
-    narrow: bool,
+    pub ends: bool,
+    pub narrow: bool,
     /// The pre-activation is stored, too.
-    aux: bool,
+    pub aux: bool,
     /// Weights, or their gradients, are found by a table: the last group's come first.
-    table: bool,
+    pub table: bool,
     /// Of the operands, f16 or f32.
-    input: Type,
-    out: Type,
-    exact: bool,
+    pub input: Type,
+    pub out: Type,
+    pub exact: bool,
 }
 
-fn case(pass: Pass, splits: &[i64], capacity: usize, k: usize, n: usize) -> Case {
+pub fn case(pass: Pass, splits: &[i64], capacity: usize, k: usize, n: usize) -> Case {
     let (act, out, splits) = (NONE, Type::F32, splits.to_vec());
     Case {
         pass,
@@ -93,7 +93,7 @@ struct Operands {
 }
 
 impl Case {
-    fn cols(&self) -> usize {
+    pub fn cols(&self) -> usize {
         if self.act == SWIGLU { self.n / 2 } else { self.n }
     }
 
@@ -116,6 +116,11 @@ impl Case {
         let t = self.bias_type();
         let bias = (0..groups * self.n).map(|i| t.round(number(self.exact, 4, i))).collect();
         Operands { a: rounded(self.capacity * self.k, 1), b: rounded(b, 2), d, bias }
+    }
+
+    /// The bytes of D before the launch.
+    fn before(&self) -> Vec<u8> {
+        self.out.bytes(&self.operands().d)
     }
 
     /// Group and rows of each.
@@ -231,8 +236,29 @@ impl Case {
         }
     }
 
-    /// Status and D.
+    /// Status and D of the portable kernels.
     fn run(&self, on: &Build, seed: u64) -> (u32, Vec<u8>) {
+        let wide = self.input == Type::F32;
+        let ((bm, bn), threads, smem) =
+            if wide { ((64, 64), 256, 18432) } else { (on.tile, on.threads, on.smem) };
+        let (tiles_n, groups) = (self.n.div_ceil(bn), self.splits.len());
+        let (name, blocks) = match self.pass {
+            Fprop => ("tw_grouped_nt", (self.capacity / bm + groups) * tiles_n),
+            Dgrad => ("tw_grouped_nn", (self.capacity / bm + groups) * tiles_n),
+            Wgrad => ("tw_grouped_tn", groups * self.k.div_ceil(bm) * tiles_n),
+        };
+        let k = on.lib.kernel(if wide { "tw_grouped_f32" } else { name });
+        let launch = k.grid([blocks.max(1) as u32, 1, 1], [threads, 1, 1]).smem(smem);
+        self.run_by(seed, &|param, _| launch.clone().arg(param))
+    }
+
+    /// Status and D of the launch that `how` makes of the products and of two words that are zero,
+    /// and must be again at the end.
+    pub fn run_by<'a>(
+        &self,
+        seed: u64,
+        how: &dyn Fn(&TwGrouped, u64) -> Launch<'a>,
+    ) -> (u32, Vec<u8>) {
         let x = self.operands();
         let store = |name: &str, bytes: &[u8]| {
             let m = Memory::new(name, ANY, bytes.len());
@@ -251,6 +277,7 @@ impl Case {
             store("accumulate", &add),
             store("aux", &self.out.bytes(&vec![f32::NAN; self.capacity * self.n])),
         ];
+        let words = Memory::new("words", ANY, 8);
         let mut param = self.param(all.each_ref().map(Memory::addr));
         let table = Memory::new("table", ANY, 8 * groups);
         let of = if self.pass == Wgrad { self.out } else { self.input };
@@ -263,21 +290,12 @@ impl Case {
             table.write(&at);
             param.table = table.addr();
         }
-        let wide = self.input == Type::F32;
-        let ((bm, bn), threads, smem) =
-            if wide { ((64, 64), 256, 18432) } else { (on.tile, on.threads, on.smem) };
-        let tiles_n = self.n.div_ceil(bn);
-        let (name, blocks) = match self.pass {
-            Fprop => ("tw_grouped_nt", (self.capacity / bm + groups) * tiles_n),
-            Dgrad => ("tw_grouped_nn", (self.capacity / bm + groups) * tiles_n),
-            Wgrad => ("tw_grouped_tn", groups * self.k.div_ceil(bm) * tiles_n),
-        };
-        let k = on.lib.kernel(if wide { "tw_grouped_f32" } else { name });
-        let launch = k.grid([blocks.max(1) as u32, 1, 1], [threads, 1, 1]).smem(smem);
+        let launch = how(&param, words.addr());
         let mut run =
-            Run::new(seed).memory(all.iter().chain([&table])).stream(0, vec![launch.arg(&param)]);
+            Run::new(seed).memory(all.iter().chain([&table, &words])).stream(0, vec![launch]);
         run.yield_permille = 20;
         run.go().unwrap_or_else(|e| panic!("{self:?}: {e}"));
+        assert_eq!(words.get(0, 0), 0, "{self:?}: words that are not zero at the end");
         self.check_aux(&x, &all[7].read());
         let d = all[2].read::<u8>();
         let turned = self.table && self.pass == Wgrad;
@@ -286,8 +304,13 @@ impl Case {
     }
 
     fn check(&self, on: &Build) {
+        self.check_runs(&|seed| self.run(on, seed));
+    }
+
+    /// Compares what two seeds give with the reference, and with each other.
+    pub fn check_runs(&self, run: &dyn Fn(u64) -> (u32, Vec<u8>)) {
         let x = self.operands();
-        let (status, bytes) = self.run(on, 1);
+        let (status, bytes) = run(1);
         assert_eq!(status, 9, "{self:?}: good splits leave what was found before");
         let (u, tiny) = self.out.roundoff();
         let got = self.out.values(&bytes);
@@ -296,8 +319,8 @@ impl Case {
             let good = (f64::from(*g) - y).abs() <= e || (g.is_nan() && y.is_nan());
             assert!(good, "{self:?}: {g}, not {y} +- {e} at {i}");
         }
-        self.kept(&x, &bytes);
-        assert!(bytes == self.run(on, 2).1, "two runs differ");
+        self.kept(&bytes);
+        assert!(bytes == run(2).1, "two runs differ");
     }
 }
 
@@ -324,11 +347,11 @@ impl Case {
     }
 
     /// Gradients that nothing is added to keep their bits: -0 too.
-    fn kept(&self, x: &Operands, bytes: &[u8]) {
+    fn kept(&self, bytes: &[u8]) {
         if self.pass != Wgrad || !self.accumulate {
             return;
         }
-        let (before, len) = (self.out.bytes(&x.d), self.out.bytes(&[0.0]).len() * self.k * self.n);
+        let (before, len) = (self.before(), self.out.bytes(&[0.0]).len() * self.k * self.n);
         for (e, _) in self.groups().iter().filter(|(e, rows)| e % 2 == 1 && rows.is_empty()) {
             let at = e * len..(e + 1) * len;
             assert!(bytes[at.clone()] == before[at], "{self:?}: group {e} was touched");
@@ -342,7 +365,7 @@ fn reversed(bytes: &[u8], len: usize) -> Vec<u8> {
 }
 
 /// Groups without rows, of one row, of more than a tile; more groups than a warp has lanes.
-fn many() -> Vec<i64> {
+pub fn many() -> Vec<i64> {
     (0..40).map(|e| i64::from(e % 7 == 3) * (e % 5)).collect()
 }
 
@@ -402,15 +425,18 @@ fn f32_of(on: &Build) {
     wide(Case { table: true, ..add }).check(on);
     let c = wide(Case { zero_tail: true, ..case(Fprop, &[4, 7, 0], 10, 16, 24) });
     let (got, bytes) = c.run(on, 3);
-    assert!(got == 2 && bytes == c.out.bytes(&c.operands().d), "{c:?}");
+    assert!(got == 2 && bytes == c.before(), "{c:?}");
 }
 
 fn grouped_f32() {
     f32_of(&LIB);
 }
 
+/// Runs a case once.
+pub type RunOnce<'a> = &'a dyn Fn(&Case) -> (u32, Vec<u8>);
+
 /// Splits, and the status they set.
-fn bad_splits(on: &Build) {
+pub fn bad_splits(run: RunOnce<'_>) {
     let far: Vec<i64> = (0..40).map(|e| if e == 35 { -1 } else { 0 }).collect();
     let cases = [
         (vec![2, -1, 3], 1),
@@ -425,14 +451,14 @@ fn bad_splits(on: &Build) {
         [Fprop, Dgrad, Wgrad].iter().flat_map(|p| cases.iter().map(move |c| (*p, c)))
     {
         let c = Case { zero_tail: pass != Wgrad, ..case(pass, splits, 10, 16, 24) };
-        let (got, bytes) = c.run(on, 3);
+        let (got, bytes) = run(&c);
         assert_eq!(got, *status, "{c:?}");
-        assert!(bytes == c.out.bytes(&c.operands().d), "{c:?} wrote something");
+        assert!(bytes == c.before(), "{c:?} wrote something");
     }
 }
 
 /// Ends that fall, and that pass the capacity: the first that is bad decides.
-fn bad_ends(on: &Build) {
+pub fn bad_ends(run: RunOnce<'_>) {
     let cases =
         [(vec![4, 3, 5], 1), (vec![4, 11, 3], 2), (vec![4, -9, 50], 1), (vec![i64::MAX, 0], 2)];
     for (ends, status) in cases {
@@ -440,15 +466,16 @@ fn bad_ends(on: &Build) {
         let mut splits = ends.clone();
         (1..ends.len()).for_each(|i| splits[i] = ends[i].wrapping_sub(ends[i - 1]));
         let c = Case { ends: true, zero_tail: true, ..case(Fprop, &splits, 10, 16, 24) };
-        let (got, bytes) = c.run(on, 3);
+        let (got, bytes) = run(&c);
         assert_eq!(got, status, "{ends:?}");
-        assert!(bytes == c.out.bytes(&c.operands().d), "{c:?} wrote something");
+        assert!(bytes == c.before(), "{c:?} wrote something");
     }
 }
 
 fn grouped_splits_that_cannot_be_used_write_nothing() {
-    bad_splits(&LIB);
-    bad_ends(&LIB);
+    let once = |c: &Case| c.run(&LIB, 3);
+    bad_splits(&once);
+    bad_ends(&once);
 }
 
 fn good(lib: &'static Lib) {
@@ -462,8 +489,9 @@ fn wide(lib: &'static Lib) {
 }
 
 fn bad(lib: &'static Lib) {
-    bad_splits(&Build { lib, ..*LIB });
-    bad_ends(&Build { lib, ..*LIB });
+    let once = |c: &Case| c.run(&Build { lib, ..*LIB }, 3);
+    bad_splits(&once);
+    bad_ends(&once);
 }
 
 fn grouped_mutants() {

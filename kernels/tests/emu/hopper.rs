@@ -28,7 +28,7 @@ const SWIZZLE: u8 = 128;
 
 /// A tensor map of three dimensions, from the innermost on: sizes, bytes from index to index of the
 /// outer ones, and the box. Elements are of 16 bits.
-fn map(addr: u64, dims: [usize; 3], strides: [i64; 2], rows: usize) -> TwTensorMap {
+pub fn map(addr: u64, dims: [usize; 3], strides: [i64; 2], rows: usize) -> TwTensorMap {
     let mut words = [0u64; 16];
     words[0] = MARK;
     words[1] = addr;

@@ -31,6 +31,7 @@ mod gemm_mutants;
 mod grouped;
 mod grouped_grad;
 mod hopper;
+mod hopper_grouped;
 mod hopper_mutants;
 mod host;
 mod layers;
@@ -84,6 +85,7 @@ fn all_tests() -> Vec<Test> {
         gemm_aux::TESTS,
         gemm_mutants::TESTS,
         hopper::TESTS,
+        hopper_grouped::TESTS,
         hopper_mutants::TESTS,
         grouped::TESTS,
         grouped_grad::TESTS,

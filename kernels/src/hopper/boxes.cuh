@@ -1,0 +1,45 @@
+// Where boxes of 64 columns are loaded from and stored to: matrices behind tensor maps, by column
+// and row.
+
+#pragma once
+
+#include "../ptx/tensor.cuh"
+
+// One of the matrices of a map of rank 3.
+struct TwPlane {
+    const TwTensorMap* map;
+    u32 z;
+
+    __device__ __forceinline__ void load(void* to, u64* bar, u32 x, u32 y) const {
+        tensor_load_3d(to, map, bar, (int)x, (int)y, (int)z);
+    }
+    __device__ __forceinline__ void multicast(void* to, u64* bar, u32 x, u32 y) const {
+        tensor_load_3d_multicast(to, map, bar, (int)x, (int)y, (int)z, 3);
+    }
+    __device__ __forceinline__ void store(const void* from, u32 x, u32 y, u32 half) const {
+        tensor_store_3d(map, from, (int)x, (int)y, (int)(z + half));
+    }
+};
+
+// The rows before `end` of a ragged map (TensorMapDesc::ragged of the device crate): those of a
+// group. Rows count from the first of all groups; from `end` on they read as zeros and are not
+// written.
+struct TwRagged {
+    const TwTensorMap* map;
+    u32 end;
+
+    enum : int { LIMIT = 1 << 30 };
+
+    __device__ __forceinline__ int row(u32 y) const {
+        return LIMIT + (int)y - (int)end;
+    }
+    __device__ __forceinline__ void load(void* to, u64* bar, u32 x, u32 y) const {
+        tensor_load_4d(to, map, bar, (int)x, row(y), (int)end, LIMIT);
+    }
+    __device__ __forceinline__ void multicast(void* to, u64* bar, u32 x, u32 y) const {
+        tensor_load_4d_multicast(to, map, bar, (int)x, row(y), (int)end, LIMIT, 3);
+    }
+    __device__ __forceinline__ void store(const void* from, u32 x, u32 y, u32) const {
+        tensor_store_4d(map, from, (int)x, row(y), (int)end, LIMIT);
+    }
+};

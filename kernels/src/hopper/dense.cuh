@@ -1,0 +1,69 @@
+// The tiles of one product.
+
+#pragma once
+
+#include "boxes.cuh"
+#include "epilogue.cuh"
+#include "order.cuh"
+#include "tile.cuh"
+
+struct TwDense {
+    const TwHopper& g;
+    const TwTensorMap *map_a, *map_b, *map_d;
+    TwOrder order;
+    TwSpot spot;
+
+    enum : bool { MAY_BE_EMPTY = false };
+
+    __device__ __forceinline__ TwDense(const TwHopper& g, const TwTensorMap* a, const TwTensorMap* b, const TwTensorMap* d)
+        : g(g), map_a(a), map_b(b), map_d(d), order((g.m + TW_HG_M - 1) / TW_HG_M, (cols() + TW_HG_WIDTH - 1) / TW_HG_WIDTH), spot() {}
+
+    // Columns of D, or of each of its halves.
+    __device__ __forceinline__ u32 cols() const {
+        return TW_HG_EPI == TW_HG_SWIGLU ? g.n / 2 : g.n;
+    }
+    // Pairs of tiles.
+    __device__ __forceinline__ u32 num() const {
+        return order.num();
+    }
+    // Goes to the tile of block `rank` of pair `t`, which is below num(), and never before the
+    // last one: what follows is about it.
+    __device__ __forceinline__ void go(u32 t, u32 rank) {
+        spot = order.at(t, rank);
+    }
+    __device__ __forceinline__ u32 row() const {
+        return spot.row * TW_HG_M;
+    }
+    __device__ __forceinline__ u32 col() const {
+        return spot.col * TW_HG_WIDTH;
+    }
+    __device__ __forceinline__ bool shares_a() const {
+        return spot.shares_a;
+    }
+    // The first index of the contraction, and how many stages it has.
+    __device__ __forceinline__ u32 k() const {
+        return 0;
+    }
+    __device__ __forceinline__ u32 steps() const {
+        return (g.k + TW_HG_K - 1) / TW_HG_K;
+    }
+    // True if D stays as it is.
+    __device__ __forceinline__ bool keeps() const {
+        return false;
+    }
+    __device__ __forceinline__ TwPlane a() const {
+        return {map_a, 0};
+    }
+    __device__ __forceinline__ TwPlane b() const {
+        return {map_b, 0};
+    }
+    __device__ __forceinline__ TwPlane d() const {
+        return {map_d, 0};
+    }
+    // What the epilogue works by.
+    __device__ __forceinline__ const TwHopper& product() const {
+        return g;
+    }
+    // What two warps do beside the product.
+    __device__ __forceinline__ void aside() const {}
+};

@@ -1,0 +1,193 @@
+//! `hopper/sm90_grouped_gemm.cu` against an f64 reference: groups, tails, bad splits.
+
+use std::collections::HashMap;
+use std::sync::{LazyLock, Mutex};
+
+use tilewire_kernels::abi::{TwGrouped, TwHopper, TwHopperGrouped, TwTensorMap};
+use tilewire_kernels::hopper::{
+    BOX_COLS, CLUSTER, Epilogue, HOPPER_GROUPED_GEMM, Order, STORE_ROWS, THREADS, TILE_K, Variant,
+};
+
+use crate::compile::Unit;
+use crate::gemm::{GELU, RELU, SWIGLU, Type};
+use crate::grouped::{Case, Dgrad, Fprop, Pass, Wgrad, bad_ends, bad_splits, case, many};
+use crate::hopper::map;
+use crate::host::{Lib, RUNTIME};
+use crate::{Test, tests};
+
+pub const TESTS: &[Test] = tests![
+    hopper_groups_by_rows,
+    hopper_groups_by_columns,
+    hopper_groups_of_many_sizes,
+    hopper_groups_that_cannot_be_used_write_nothing,
+];
+
+/// A ragged map, as `TensorMapDesc::ragged` of the device crate makes it.
+fn ragged(addr: u64, cols: usize, rows: usize) -> TwTensorMap {
+    let (pitch, limit) = (2 * cols as u64, (1 << 31) - (1 << 16));
+    let mut m = map(addr, [cols, 1 << 30, limit], [pitch as i64; 2], rows);
+    m.words[5] = limit as u64;
+    m.words[9] = (2u64 << 34) - pitch;
+    m.words[11] |= 1 << 48;
+    // Four dimensions in place of three.
+    m.words[12] += 1 << 16;
+    assert_eq!(m.words[11] & 0xffff, BOX_COLS as u64);
+    m
+}
+
+fn variant(c: &Case, cols: usize) -> Variant {
+    let order = match c.pass {
+        Fprop => Order::Nt,
+        Dgrad => Order::Nn,
+        Wgrad => Order::Tn,
+    };
+    let epilogue = match c.act {
+        RELU => Epilogue::Relu,
+        GELU => Epilogue::Gelu,
+        SWIGLU => Epilogue::SwiGlu,
+        _ if c.bias || c.accumulate => Epilogue::Linear,
+        _ => Epilogue::Plain,
+    };
+    let cols = if epilogue == Epilogue::Plain { cols } else { 256 };
+    let f16 = c.input == Type::F16;
+    Variant { order, f16, out_f32: c.out == Type::F32, epilogue, cols }
+}
+
+pub fn load(text: String, v: &Variant) -> &'static Lib {
+    load_sorting(text, v, 448)
+}
+
+/// The same for at most `most` groups that are sorted.
+pub fn load_sorting(text: String, v: &Variant, most: u64) -> &'static Lib {
+    let defines = v.defines().into_iter().map(|(name, value)| (&*name.leak(), value));
+    let defines = defines.chain([("TW_HG_MAX_SORTED", most)]).collect();
+    RUNTIME.load(&Unit {
+        name: HOPPER_GROUPED_GEMM.name,
+        text,
+        defines,
+        kernels: HOPPER_GROUPED_GEMM.kernels.to_vec(),
+        smem: v.grouped_shared_bytes() as usize,
+    })
+}
+
+static LIBS: LazyLock<Mutex<HashMap<String, &'static Lib>>> = LazyLock::new(Mutex::default);
+
+fn lib(v: &Variant) -> &'static Lib {
+    let mut libs = LIBS.lock().unwrap();
+    libs.entry(format!("{v:?}")).or_insert_with(|| load(HOPPER_GROUPED_GEMM.emu_text(), v))
+}
+
+/// The parameters and maps of the products `p`.
+fn params(c: &Case, v: &Variant, p: &TwGrouped, counter: u64) -> (TwHopperGrouped, [TwTensorMap; 3]) {
+    let g = &p.g;
+    let product = TwHopper {
+        d: g.d,
+        bias: g.bias,
+        aux: g.aux,
+        counter,
+        ldd: g.ldd,
+        ldaux: g.ldaux,
+        m: g.m,
+        n: g.n,
+        k: g.k,
+        flags: g.flags,
+    };
+    let grouped = TwHopperGrouped {
+        g: product,
+        splits: p.splits,
+        status: p.status,
+        accumulate: p.accumulate,
+        stride: p.stride,
+        groups: p.groups,
+        pad: 0,
+    };
+    let (n, k, groups) = (c.n, c.k, c.splits.len().max(1));
+    let planes = |addr, rows, cols, boxes| {
+        let pitch = 2 * cols as i64;
+        map(addr, [cols, rows, groups], [pitch, pitch * rows as i64], boxes)
+    };
+    let a = ragged(g.a, k, TILE_K);
+    let [b, d] = match c.pass {
+        Fprop => [planes(g.b, n, k, v.b_rows()), ragged(g.d, c.cols(), STORE_ROWS)],
+        Dgrad => [planes(g.b, k, n, v.b_rows()), ragged(g.d, n, STORE_ROWS)],
+        Wgrad => [ragged(g.b, n, TILE_K), planes(g.d, k, n, STORE_ROWS)],
+    };
+    (grouped, [a, b, d])
+}
+
+/// Status and D of one run; tiles go out by a counter for odd seeds.
+fn run_on(lib: &'static Lib, c: &Case, v: &Variant, blocks: u32, seed: u64) -> (u32, Vec<u8>) {
+    let kernel = lib.kernel("tw_hopper_grouped");
+    let launch = kernel.grid([blocks, 1, 1], [THREADS, 1, 1]).cluster(CLUSTER);
+    let launch = launch.smem(v.grouped_shared_bytes());
+    c.run_by(seed, &|p, counter| {
+        let (g, [a, b, d]) = params(c, v, p, if seed % 2 == 1 { counter } else { 0 });
+        launch.clone().arg(&g).arg(&a).arg(&b).arg(&d)
+    })
+}
+
+pub fn check_on(lib: &'static Lib, c: &Case, cols: usize, blocks: u32) {
+    let v = variant(c, cols);
+    c.check_runs(&|seed| run_on(lib, c, &v, blocks, seed));
+}
+
+fn check(c: &Case, cols: usize, blocks: u32) {
+    check_on(lib(&variant(c, cols)), c, cols, blocks);
+}
+
+/// A case whose results have the operands' type.
+fn narrow(pass: Pass, splits: &[i64], capacity: usize, k: usize, n: usize) -> Case {
+    Case { out: Type::F16, ..case(pass, splits, capacity, k, n) }
+}
+
+fn hopper_groups_by_rows() {
+    for pass in [Fprop, Dgrad] {
+        check(&narrow(pass, &[3, 0, 270, 1, 129, 0], 420, 72, 136), 128, 2);
+        check(&case(pass, &[3, 0, 70, 1, 0], 74, 40, 72), 128, 4);
+        let zero = Case { zero_tail: true, ..narrow(pass, &[0, 65, 2], 90, 40, 24) };
+        check(&zero, 256, 2);
+        check(&Case { out: Type::F32, input: Type::Bf16, ends: true, ..zero }, 128, 4);
+        check(&Case { zero_tail: true, ..narrow(pass, &[0, 0], 5, 16, 16) }, 128, 2);
+        check(&narrow(pass, &[], 7, 16, 16), 128, 2);
+        check(&narrow(pass, &[0], 0, 8, 8), 128, 2);
+        check(&Case { ends: true, narrow: true, ..narrow(pass, &many(), 60, 16, 24) }, 128, 2);
+    }
+    let c = narrow(Fprop, &[5, 0, 130], 140, 24, 48);
+    check(&Case { act: RELU, bias: true, aux: true, zero_tail: true, ..c.clone() }, 256, 2);
+    check(&Case { act: SWIGLU, bias: true, aux: true, zero_tail: true, ..c.clone() }, 256, 2);
+    check(&Case { bias: true, exact: true, out: Type::F32, ..c }, 256, 2);
+}
+
+fn hopper_groups_by_columns() {
+    check(&narrow(Wgrad, &[3, 0, 270, 1, 65, 0], 400, 136, 264), 128, 2);
+    check(&case(Wgrad, &[3, 0, 70, 1, 0], 80, 72, 40), 128, 4);
+    let add = Case { accumulate: true, exact: true, ..case(Wgrad, &[9, 0, 0, 33], 42, 24, 72) };
+    check(&add, 256, 2);
+    check(&Case { exact: false, out: Type::F16, ..add.clone() }, 256, 2);
+    check(&Case { ends: true, narrow: true, ..add }, 256, 4);
+    check(&case(Wgrad, &[0, 0], 5, 16, 16), 128, 2);
+    check(&case(Wgrad, &[], 5, 16, 16), 128, 2);
+}
+
+/// As many groups as a block sorts, and one more: 7, so that few tiles are enough.
+pub fn around_the_limit(lib: &'static Lib) {
+    for num in [7, 8] {
+        let splits: Vec<i64> = (0..num).map(|e| e * 7 % 5 * (e % 3)).collect();
+        let c = narrow(Wgrad, &splits, splits.iter().sum::<i64>() as usize + 3, 8, 8);
+        check_on(lib, &Case { ends: num == 8, ..c }, 128, 2);
+    }
+}
+
+fn hopper_groups_of_many_sizes() {
+    let c = narrow(Wgrad, &[], 8, 8, 8);
+    around_the_limit(load_sorting(HOPPER_GROUPED_GEMM.emu_text(), &variant(&c, 128), 7));
+}
+
+fn hopper_groups_that_cannot_be_used_write_nothing() {
+    let once = |c: &Case| {
+        let v = variant(c, 128);
+        run_on(lib(&v), c, &v, 4, 3)
+    };
+    bad_splits(&once);
+    bad_ends(&once);
+}
