@@ -87,7 +87,7 @@ struct EmuRun {
     unsigned long long message_len;
     unsigned long long seed;
     unsigned long long max_steps;    // of one worker, then it is a hang
-    unsigned long long deadline_ns;  // of the whole run, on the wall clock
+    unsigned long long deadline_ns;  // of the whole run, by a clock that no one sets
     unsigned long long tick_ns;      // added to the kernels' clock by each step; 0: the real clock
     unsigned num_streams, num_regions;
     unsigned workers;        // OS threads; 1: the seed decides everything

@@ -389,16 +389,17 @@ void install() {
     for (int i = 0; i < 4; i++) sigaction(SIGNALS[i], &act, &before[i]);
 }
 
-timespec wall_clock_in(u64 ns) {
+// By the clock of `Run::ended`, which no one sets.
+timespec clock_in(u64 ns) {
     timespec t;
-    clock_gettime(CLOCK_REALTIME, &t);
+    clock_gettime(CLOCK_MONOTONIC, &t);
     const u64 all = t.tv_sec * 1000000000ull + t.tv_nsec + ns;
     return {(time_t)(all / 1000000000ull), (long)(all % 1000000000ull)};
 }
 
 // Waits for the workers; ends a run that takes too long.
 void watch(Run* r, std::vector<Worker>& workers) {
-    timespec until = wall_clock_in(r->cfg->deadline_ns);
+    timespec until = clock_in(r->cfg->deadline_ns);
     pthread_mutex_lock(&r->lock);
     while (r->active > 0) {
         const int late = pthread_cond_timedwait(&r->ended, &r->lock, &until);
@@ -410,7 +411,7 @@ void watch(Run* r, std::vector<Worker>& workers) {
             // Who has not stopped by now is in a loop that calls nothing.
             for (Worker& w : workers) pthread_kill(w.thread, SIGUSR2);
         }
-        until = wall_clock_in(200000000);
+        until = clock_in(200000000);
         pthread_mutex_lock(&r->lock);
     }
     pthread_mutex_unlock(&r->lock);
@@ -708,7 +709,11 @@ static bool run_all(EmuRun* cfg, bool here) {
     Run r = {};
     r.cfg = cfg;
     pthread_mutex_init(&r.lock, nullptr);
-    pthread_cond_init(&r.ended, nullptr);
+    pthread_condattr_t by_clock;
+    pthread_condattr_init(&by_clock);
+    pthread_condattr_setclock(&by_clock, CLOCK_MONOTONIC);
+    pthread_cond_init(&r.ended, &by_clock);
+    pthread_condattr_destroy(&by_clock);
     r.streams.resize(cfg->num_streams);
     for (unsigned i = 0; i < cfg->num_streams; i++) r.open += cfg->streams[i].len > 0;
     r.version = 1;

@@ -93,9 +93,8 @@ impl Source {
 
 /// The units that have variants, each with its definitions.
 pub fn variants() -> Vec<(Source, Vec<(String, u64)>)> {
-    let of = |source, all: Vec<hopper::Variant>| {
-        all.into_iter().map(move |v| (source, v.defines()))
-    };
+    let of =
+        |source, all: Vec<hopper::Variant>| all.into_iter().map(move |v| (source, v.defines()));
     let dense = of(hopper::HOPPER_GEMM, hopper::Variant::all());
     let grouped = of(hopper::HOPPER_GROUPED_GEMM, hopper::Variant::all_grouped());
     let portable = portable::portable().into_iter().chain(attention::attention());

@@ -7,11 +7,8 @@ pub const HOPPER_GEMM: Source =
     Source { name: "hopper/sm90_gemm.cu", defines: &[], kernels: &["tw_hopper_gemm"] };
 
 /// The same of groups, whose sizes are in device memory.
-pub const HOPPER_GROUPED_GEMM: Source = Source {
-    name: "hopper/sm90_grouped_gemm.cu",
-    defines: &[],
-    kernels: &["tw_hopper_grouped"],
-};
+pub const HOPPER_GROUPED_GEMM: Source =
+    Source { name: "hopper/sm90_grouped_gemm.cu", defines: &[], kernels: &["tw_hopper_grouped"] };
 
 /// Rows of a block's tile.
 pub const TILE_M: usize = 128;

@@ -78,7 +78,12 @@ fn lib(v: &Variant) -> &'static Lib {
 }
 
 /// The parameters and maps of the products `p`.
-fn params(c: &Case, v: &Variant, p: &TwGrouped, counter: u64) -> (TwHopperGrouped, [TwTensorMap; 3]) {
+fn params(
+    c: &Case,
+    v: &Variant,
+    p: &TwGrouped,
+    counter: u64,
+) -> (TwHopperGrouped, [TwTensorMap; 3]) {
     let g = &p.g;
     let product = TwHopper {
         d: g.d,
