@@ -12,24 +12,46 @@ use super::{device, host};
 use crate::common::bias_type;
 use crate::common::cuda::{Ready, together_on};
 use crate::common::{Named, apart, each_apart, expect_tensor};
+use crate::gemm::GemmBackend;
 
 /// Grouped products of one family of experts. Local: no team. Launches on several streams may run
 /// side by side ([`GroupedGemmPlan::prepare`]); one status tells of all of them.
 pub struct GroupedGemmPlan {
     desc: GroupedDesc,
+    backend: GemmBackend,
     status: Tensor,
     ready: Ready<device::Prepared>,
 }
 
 impl GroupedGemmPlan {
-    /// A plan.
+    /// A plan, whose products on a CUDA device are made by the portable kernels, until the rates of
+    /// the core for sm_90a are measured.
     ///
     /// # Errors
     /// As [`GroupedDesc::check`].
     pub fn new(desc: GroupedDesc) -> Result<Self> {
+        Self::with_backend(desc, GemmBackend::Auto)
+    }
+
+    /// As [`GroupedGemmPlan::new`], with products on CUDA devices made by `backend`:
+    /// [`GemmBackend::Hopper`] for the core for sm_90a, which takes bf16 and f16, features that are
+    /// multiples of 8, and [`Weights::Packed`].
+    ///
+    /// # Errors
+    /// As [`GroupedDesc::check`].
+    pub fn with_backend(desc: GroupedDesc, backend: GemmBackend) -> Result<Self> {
         desc.check().map_err(|e| e.op("grouped_gemm"))?;
         let status = Tensor::zeros(DType::I32, Shape::d1(1));
-        Ok(Self { desc, status, ready: Ready::new() })
+        Ok(Self { desc, backend, status, ready: Ready::new() })
+    }
+
+    /// In words, what makes the products, and why it does: known after
+    /// [`GroupedGemmPlan::prepare`].
+    pub fn explain(&self) -> String {
+        self.ready.cuda().map_or_else(
+            || "products: on the host, or not prepared yet".to_owned(),
+            |(_, p)| p.explain(),
+        )
     }
 
     /// Returns the description.
@@ -50,9 +72,9 @@ impl GroupedGemmPlan {
     ///
     /// # Errors
     /// `InvalidArgument` during capture, or if the plan is prepared for another device;
-    /// `Unsupported` for what no CUDA kernel does; `Unavailable` without a compiler.
+    /// `Unsupported` for what no CUDA kernel does, or not the backend that was asked for; `Unavailable` without a compiler.
     pub fn prepare(&self, stream: &Stream) -> Result<()> {
-        let make = |ctx: &_| device::Prepared::new(ctx, &self.desc);
+        let make = |ctx: &_| device::Prepared::new(ctx, &self.desc, self.backend);
         let ready =
             self.ready.prepare(stream, make).and_then(|()| match self.ready.on(stream)? {
                 Some((s, p)) => p.prepare(s),

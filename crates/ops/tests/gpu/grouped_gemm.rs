@@ -1,7 +1,7 @@
 //! `grouped_gemm` against the oracle.
 
 use tilewire_core::numerics::Bound;
-use tilewire_core::{DType, Rng, Shape};
+use tilewire_core::{DType, Result, Rng, Shape};
 use tilewire_device::{Buffer, Device, Queue, Stream, Tensor};
 use tilewire_ops::gemm::Activation;
 use tilewire_ops::grouped_gemm::{
@@ -30,7 +30,7 @@ fn cases() -> Vec<(usize, Vec<usize>)> {
 }
 
 /// Operands of all passes, and their tensors.
-struct Problem {
+pub struct Problem {
     d: GroupedDesc,
     splits: Vec<usize>,
     x: Mat,
@@ -47,11 +47,15 @@ struct Problem {
 
 /// How splits and weights are given.
 #[derive(Clone, Copy, Default, Debug)]
-struct Form {
-    ends: bool,
-    narrow: bool,
+pub struct Form {
+    pub ends: bool,
+    pub narrow: bool,
     /// Weights and their gradients are in a tensor for each group.
-    discrete: bool,
+    pub discrete: bool,
+    /// For the core for sm_90a, which stores no pre-activation without an activation.
+    pub core: bool,
+    /// No bias, mask or pre-activation.
+    pub bare: bool,
 }
 
 impl Form {
@@ -60,6 +64,7 @@ impl Form {
             ends,
             narrow,
             discrete: ends != narrow,
+            ..Form::default()
         })
     }
 
@@ -102,14 +107,14 @@ fn counts(splits: &[usize]) -> Vec<i64> {
 }
 
 impl Problem {
-    fn new(g: &Gpu, rng: &mut Rng, d: GroupedDesc, splits: &[usize], form: Form) -> Self {
+    pub fn new(g: &Gpu, rng: &mut Rng, d: GroupedDesc, splits: &[usize], form: Form) -> Self {
         let (groups, cap, n, k) = (d.groups, d.capacity, d.n, d.k);
         let x = random(rng, cap, k, d.dtype);
         let dy = random(rng, cap, n, d.dtype);
         let w: Vec<Mat> = (0..groups).map(|_| random(rng, n, k, d.dtype)).collect();
         let bias = random(rng, groups, n, DType::F32);
         let before: Vec<Mat> = (0..groups).map(|_| random(rng, n, k, d.grad)).collect();
-        let mask: Vec<bool> = (0..groups).map(|e| e % 2 == 0).collect();
+        let mask: Vec<bool> = (0..groups).map(|e| !form.bare && e % 2 == 0).collect();
         let bytes: Vec<u8> = mask.iter().map(|&m| 3 * u8::from(m)).collect();
         let (dact, saved) = (random(rng, cap, d.out_cols(), d.out), random(rng, cap, n, d.out));
         let on = Tensors {
@@ -160,13 +165,13 @@ impl Problem {
         Weights::Discrete((0..self.d.groups).map(one).collect())
     }
 
-    fn outs(&self) -> [&Tensor; 6] {
+    pub fn outs(&self) -> [&Tensor; 6] {
         let t = &self.on;
         [&t.out, &t.dx, &t.dw, &t.dz, &t.aux, &t.dbias].map(|o| &o.t)
     }
 
     /// Poison in the results, but for what is added to.
-    fn reset(&self) {
+    pub fn reset(&self) {
         let t = &self.on;
         self.outs().into_iter().for_each(|t| t.poison().unwrap());
         for (e, m) in self.before.iter().enumerate().filter(|(e, _)| self.mask[*e]) {
@@ -175,38 +180,51 @@ impl Problem {
         }
     }
 
+    fn saves_aux(&self) -> bool {
+        !(self.form.bare || self.form.core && self.d.activation == Activation::None)
+    }
+
+    fn bias(&self) -> Option<&Mat> {
+        (!self.form.bare).then_some(&self.bias)
+    }
+
     /// Queues all passes.
-    fn run(&self, g: &Gpu, plan: &GroupedGemmPlan) {
+    pub fn run(&self, g: &Gpu, plan: &GroupedGemmPlan) {
+        self.launch(g, plan).unwrap();
+    }
+
+    pub fn launch(&self, g: &Gpu, plan: &GroupedGemmPlan) -> Result<()> {
         let (s, t) = (&g.stream, &self.on);
         let ends = if self.form.ends { SplitKind::Ends } else { SplitKind::Counts };
         let splits = Splits { values: t.splits.clone(), kind: ends };
         let fprop = GroupedFprop {
             x: (&t.x).into(),
             w: self.weights(&t.w),
-            bias: Some(t.bias.clone()),
+            bias: self.bias().map(|_| t.bias.clone()),
             splits: splits.clone(),
             out: t.out.t.clone(),
-            aux_out: Some(t.aux.t.clone()),
+            aux_out: self.saves_aux().then(|| t.aux.t.clone()),
         };
-        plan.fprop(s, fprop).unwrap().join(s).unwrap();
+        plan.fprop(s, fprop)?.join(s)?;
         let dgrad = GroupedDgrad {
             dy: (&t.dy).into(),
             w: self.weights(&t.w),
             splits: splits.clone(),
             dx: t.dx.t.clone(),
         };
-        plan.dgrad(s, dgrad).unwrap().join(s).unwrap();
+        plan.dgrad(s, dgrad)?.join(s)?;
         let wgrad = GroupedWgrad {
             x: (&t.x).into(),
             dy: (&t.dy).into(),
             splits: splits.clone(),
             dw: self.weights(&t.dw.t),
-            mask: Some(t.mask.clone()),
+            mask: (!self.form.bare).then(|| t.mask.clone()),
             dbias: Some(t.dbias.t.clone()),
         };
-        plan.wgrad(s, wgrad).unwrap().join(s).unwrap();
+        plan.wgrad(s, wgrad)?.join(s)?;
         let (dy, aux) = (&t.dact, &t.saved);
-        plan.dactivation(s, &splits, dy, aux, &t.dz.t).unwrap().join(s).unwrap();
+        plan.dactivation(s, &splits, dy, aux, &t.dz.t)?.join(s)?;
+        Ok(())
     }
 
     /// Rows of groups against the reference, and the rows behind them.
@@ -222,13 +240,15 @@ impl Problem {
         assert!(rest.iter().all(|&b| b == tail), "{what}: rows behind the groups");
     }
 
-    fn check(&self) {
+    pub fn check(&self) {
         let (d, zero) = (&self.d, oracle::Tail::Zero);
         let all: Vec<Mat> = self.w.iter().map(abs).collect();
-        let (bias, mag) = (abs(&self.bias), abs(&self.x));
-        let z = oracle::grouped_fprop(&self.x, &self.w, Some(&self.bias), &self.splits, zero);
-        let mag = oracle::grouped_fprop(&mag, &all, Some(&bias), &self.splits, zero);
-        self.rows("aux", &self.on.aux, &z, &mag, d.k);
+        let (bias, mag) = (self.bias().map(abs), abs(&self.x));
+        let z = oracle::grouped_fprop(&self.x, &self.w, self.bias(), &self.splits, zero);
+        let mag = oracle::grouped_fprop(&mag, &all, bias.as_ref(), &self.splits, zero);
+        if self.saves_aux() {
+            self.rows("aux", &self.on.aux, &z, &mag, d.k);
+        }
         let act = self.act();
         let half = d.n / 2;
         let mag = match d.activation {
@@ -285,6 +305,14 @@ fn plan(g: &Gpu, d: GroupedDesc) -> GroupedGemmPlan {
     plan
 }
 
+/// Whether every element that a pass writes is the reference's.
+pub fn is_right(g: &Gpu, p: &Problem, plan: &GroupedGemmPlan) {
+    p.run(g, plan);
+    g.stream.synchronize().unwrap();
+    plan.check().unwrap();
+    p.check();
+}
+
 fn every_case(dtype: DType) {
     let Some(g) = gpu() else { return };
     let mut rng = Rng::new(13);
@@ -302,11 +330,7 @@ fn every_case(dtype: DType) {
                 ..GroupedDesc::new(splits.len(), capacity + j, n, k, dtype)
             };
             let p = Problem::new(&g, &mut rng, desc, &splits, Form::all()[(i + j / 2) % 4]);
-            let plan = plan(&g, desc);
-            p.run(&g, &plan);
-            g.stream.synchronize().unwrap();
-            plan.check().unwrap();
-            p.check();
+            is_right(&g, &p, &plan(&g, desc));
         }
     }
 }
@@ -383,7 +407,7 @@ fn replays_follow_the_splits() {
 }
 
 /// Twenty replays with other splits each time.
-fn replays(g: &Gpu, rng: &mut Rng, p: &Problem, plan: &GroupedGemmPlan) {
+pub fn replays(g: &Gpu, rng: &mut Rng, p: &Problem, plan: &GroupedGemmPlan) {
     let change = |round: u64| {
         let mut left = 400;
         let splits: Vec<i64> = (0..6)

@@ -4,11 +4,13 @@ use tilewire_core::{DType, Rng};
 use tilewire_device::cuda::CudaContext;
 use tilewire_device::{Buffer, Device, Stream};
 use tilewire_ops::gemm::{AOrder, Activation, BOrder, Epilogue, GemmBackend, GemmDesc, GemmPlan};
+use tilewire_ops::grouped_gemm::{GroupedDesc, GroupedGemmPlan};
 use tilewire_testing::{Lack, WORDS, did_not_run};
 
 use crate::common::{Gpu, gpu};
 use crate::driver::Driver;
 use crate::gemm::{Problem, epilogue, plan_by, same_bits};
+use crate::grouped_gemm::{self, Form, is_right};
 
 const ORDERS: [(AOrder, BOrder); 3] =
     [(AOrder::Mk, BOrder::Nk), (AOrder::Mk, BOrder::Kn), (AOrder::Km, BOrder::Kn)];
@@ -150,6 +152,104 @@ fn the_core_gives_the_same_bits_on_two_streams() {
     same_bits(&g, &streams, &plan, (if is_emulated() { 2 } else { 50 }, 4));
 }
 
+fn grouped_plan(g: &Gpu, d: GroupedDesc) -> GroupedGemmPlan {
+    let plan = GroupedGemmPlan::with_backend(d, GemmBackend::Hopper).unwrap();
+    plan.prepare(&g.stream).unwrap();
+    assert!(plan.explain().contains("sm_90a"), "{}", plan.explain());
+    plan
+}
+
+/// Splits: empty groups, tails of everything, one row, more groups than a warp has lanes.
+fn splits() -> Vec<Vec<usize>> {
+    let mut all = vec![vec![3, 0, 170, 1, 0, 126], vec![0, 0, 0]];
+    if !is_emulated() {
+        all.extend([vec![0, 65, 2, 129], vec![190], vec![1], vec![]]);
+        all.push((0..70).map(|e| usize::from(e % 7 == 3) * (e % 5) * 30).collect());
+    }
+    all
+}
+
+/// Every pass, activation, form of splits and type of results.
+#[test]
+fn products_of_groups_by_the_core() {
+    let Some(g) = hopper() else { return };
+    let mut rng = Rng::new(33);
+    let sizes: &[_] =
+        if is_emulated() { &[(144, 72)] } else { &[(144, 72), (512, 264), (16, 8), (272, 1032)] };
+    for (i, splits) in splits().into_iter().enumerate() {
+        for (j, &(n, k)) in sizes.iter().enumerate() {
+            for (a, activation) in
+                [Activation::None, Activation::SwiGlu, Activation::Relu, Activation::Gelu]
+                    .into_iter()
+                    .enumerate()
+            {
+                let round = i + j + a;
+                if is_emulated() && (i + a) % 2 == 1 {
+                    continue;
+                }
+                let dtype = if round % 3 == 2 { DType::F16 } else { DType::BF16 };
+                let wide = activation == Activation::None && i % 2 == 1;
+                let rows = splits.iter().sum::<usize>() + 7 * j;
+                let d = GroupedDesc {
+                    activation,
+                    zero_tail: round % 2 == 0,
+                    out: if wide { DType::F32 } else { dtype },
+                    grad: if round % 2 == 1 { DType::F32 } else { dtype },
+                    ..GroupedDesc::new(splits.len(), rows, n, k, dtype)
+                };
+                let (ends, narrow, bare) = (round % 2 == 1, round % 4 > 1, (i + a) % 4 == 0);
+                let form = Form { ends, narrow, bare, core: true, ..Form::default() };
+                let p = grouped_gemm::Problem::new(&g, &mut rng, d, &splits, form);
+                let plan = grouped_plan(&g, d);
+                is_right(&g, &p, &plan);
+                let bits = |p: &grouped_gemm::Problem| p.outs().map(|t| t.download().unwrap());
+                let first = bits(&p);
+                p.reset();
+                is_right(&g, &p, &plan);
+                assert!(bits(&p) == first, "bits of {d}");
+            }
+        }
+    }
+}
+
+/// Twenty replays of a graph with other splits each time.
+#[test]
+fn replays_of_the_core_follow_the_splits() {
+    let Some(g) = hopper() else { return };
+    let mut rng = Rng::new(34);
+    let d = GroupedDesc::new(6, 400, 96, 72, DType::BF16);
+    let d = GroupedDesc { activation: Activation::SwiGlu, ..d };
+    let form = Form { core: true, ..Form::default() };
+    let p = grouped_gemm::Problem::new(&g, &mut rng, d, &[0; 6], form);
+    grouped_gemm::replays(&g, &mut rng, &p, &grouped_plan(&g, d));
+}
+
+/// What the core does not take of groups is an error of it alone.
+#[test]
+fn groups_that_the_core_does_not_take() {
+    let Some(g) = hopper() else { return };
+    let mut rng = Rng::new(35);
+    let d = |n, k| GroupedDesc::new(2, 40, n, k, DType::BF16);
+    for (d, by, why) in [
+        (d(30, 32), GemmBackend::Hopper, "30 x 32"),
+        (GroupedDesc { dtype: DType::F32, out: DType::F32, ..d(8, 8) }, GemmBackend::Hopper, "f32"),
+        (d(8, 8), GemmBackend::CublasLt, "device"),
+    ] {
+        let e = GroupedGemmPlan::with_backend(d, by).unwrap().prepare(&g.stream).unwrap_err();
+        assert!(e.is_unsupported() && e.get_hint().is_some() && e.to_string().contains(why), "{e}");
+    }
+    // A tensor for each group: known at launch only.
+    let d = d(16, 32);
+    let form = Form { discrete: true, core: true, ..Form::default() };
+    let p = grouped_gemm::Problem::new(&g, &mut rng, d, &[30, 7], form);
+    let e = p.launch(&g, &grouped_plan(&g, d)).err().unwrap();
+    assert!(e.is_unsupported() && e.to_string().contains("each group"), "{e}");
+    let auto = GroupedGemmPlan::new(d).unwrap();
+    auto.prepare(&g.stream).unwrap();
+    assert!(auto.explain().contains("portable"), "{}", auto.explain());
+    is_right(&g, &p, &auto);
+}
+
 #[test]
 fn the_core_runs_on_emulated_devices() {
     if is_emulated() {
@@ -164,12 +264,15 @@ fn the_core_runs_on_emulated_devices() {
         "hopper::products_by_the_core",
         "hopper::what_the_core_does_not_take",
         "hopper::the_core_gives_the_same_bits_on_two_streams",
+        "hopper::products_of_groups_by_the_core",
+        "hopper::replays_of_the_core_follow_the_splits",
+        "hopper::groups_that_the_core_does_not_take",
     ]);
     let mut run = driver.command(std::env::current_exe().unwrap(), 1);
     // As many multiprocessors as `auto` wants for it.
     let out = run.env("TW_EMU_SMS", "8").args(&words).output().unwrap();
     let text = String::from_utf8_lossy(&out.stdout);
     let text = format!("{text}{}", String::from_utf8_lossy(&out.stderr));
-    assert!(out.status.success() && text.contains("3 passed"), "{text}");
+    assert!(out.status.success() && text.contains("6 passed"), "{text}");
     assert!(!text.contains(WORDS), "{text}");
 }

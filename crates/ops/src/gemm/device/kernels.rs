@@ -247,12 +247,13 @@ impl GemmKernels {
 }
 
 /// The reason for the portable kernel where a caller wants it.
-const ASKED_FOR: &str = "it was asked for";
+pub(crate) const ASKED_FOR: &str = "it was asked for";
 
 /// The name of the core in texts.
-const CORE: &str = "the core for sm_90a";
+pub(crate) const CORE: &str = "the core for sm_90a";
 
-fn not_made_by(name: &str, why: &str) -> Error {
+/// Returns the error for a product that the one backend that was asked for does not make.
+pub(crate) fn not_made_by(name: &str, why: &str) -> Error {
     Error::new(ErrorKind::Unsupported, format!("{name} cannot make this product: {why}"))
         .hint("use the backend `auto`, which takes another kernel then")
 }

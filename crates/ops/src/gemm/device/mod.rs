@@ -8,7 +8,7 @@ mod product;
 mod widen;
 
 pub(super) use kernels::Prepared;
-pub(crate) use kernels::{GemmKernels, unscaled};
+pub(crate) use kernels::{ASKED_FOR, CORE, GemmKernels, not_made_by, unscaled};
 pub(crate) use product::{
     A_KM, ACT_SHIFT, B_KN, Matrix, Product, SUMS, TILE, TILE_F32, Tile, act_code, bias_flag,
     out_code,

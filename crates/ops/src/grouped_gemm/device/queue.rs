@@ -10,13 +10,15 @@ use tilewire_device::{Device, Tensor};
 use tilewire_kernels::SM80_GROUPED_GEMM;
 use tilewire_kernels::abi::{TwAddresses, TwGemm, TwGrouped};
 
+use super::hopper::{self, Hopper};
 use super::workspace::{Widened, Workspace, Workspaces};
 use crate::common::Bias;
 use crate::common::cuda::{addr, fit_32_bits, gemm_defines, hold, load};
-use crate::gemm::Operand;
 use crate::gemm::device::Wide;
 use crate::gemm::device::bias_flag;
 use crate::gemm::device::{A_KM, ACT_SHIFT, B_KN, SUMS, TILE, TILE_F32, Tile, act_code, out_code};
+use crate::gemm::device::{ASKED_FOR, CORE, not_made_by};
+use crate::gemm::{GemmBackend, Operand};
 use crate::grouped_gemm::{
     GroupedDesc, GroupedDgrad, GroupedFprop, GroupedWgrad, SplitKind, Splits, Weights,
 };
@@ -47,6 +49,9 @@ pub(crate) struct Prepared {
     dact: Kernel,
     fill_table: Kernel,
     workspaces: Workspaces,
+    backend: GemmBackend,
+    /// Or why not.
+    hopper: std::result::Result<Hopper, String>,
     /// `[1]` i32.
     pub status: Tensor,
 }
@@ -86,6 +91,8 @@ fn split_flags(s: &Splits) -> u32 {
 
 /// The part of a launch that the passes differ in.
 struct Pass<'a> {
+    /// If the core may make it.
+    core: Option<hopper::Pass>,
     kernel: &'a Kernel,
     tile: Tile,
     g: TwGemm,
@@ -96,8 +103,9 @@ struct Pass<'a> {
 }
 
 impl Prepared {
-    pub fn new(ctx: &CudaContext, desc: &GroupedDesc) -> Result<Self> {
+    pub fn new(ctx: &CudaContext, desc: &GroupedDesc, backend: GemmBackend) -> Result<Self> {
         let tile = check(desc)?;
+        let hopper = Self::hopper(ctx, desc, backend)?;
         let workspaces = Workspaces::new(ctx, desc);
         let desc = &match desc.dtype.is_fp8() {
             true => GroupedDesc { dtype: DType::F32, ..*desc },
@@ -120,8 +128,42 @@ impl Prepared {
             dact: module.kernel("tw_grouped_dact")?,
             fill_table: module.kernel("tw_grouped_table")?,
             workspaces,
+            backend,
+            hopper,
             status: Tensor::zeros(DType::I32, Shape::d1(1)).to(&Device::Cuda(ctx.clone()))?,
         })
+    }
+
+    /// Returns the core's kernels, or why they are not used.
+    fn hopper(
+        ctx: &CudaContext,
+        d: &GroupedDesc,
+        by: GemmBackend,
+    ) -> Result<std::result::Result<Hopper, String>> {
+        let why = match by {
+            GemmBackend::Portable => Some(ASKED_FOR.to_owned()),
+            GemmBackend::Auto => Some(format!("{CORE} makes them where `hopper` is asked for")),
+            GemmBackend::CublasLt => {
+                return Err(not_made_by("cuBLASLt", "the sizes of its groups are on the device"));
+            }
+            GemmBackend::Hopper => match hopper::unfit(d) {
+                None => Hopper::lacks(ctx)?,
+                why => why,
+            },
+        };
+        match why {
+            Some(why) if by == GemmBackend::Hopper => Err(not_made_by(CORE, &why)),
+            Some(why) => Ok(Err(why)),
+            None => Hopper::new(ctx, d).map(Ok),
+        }
+    }
+
+    /// Returns what makes the products, and why.
+    pub fn explain(&self) -> String {
+        match &self.hopper {
+            Ok(hopper) => format!("products: {}", hopper.explain()),
+            Err(why) => format!("products: the portable kernels, because {why}"),
+        }
     }
 
     /// Gives `stream` a workspace of its own.
@@ -236,7 +278,9 @@ impl Run<'_> {
             ldaux: d.n as i64,
         };
         let blocks = self.row_blocks(d.n);
-        let pass = Pass { kernel: &self.nt.kernel, tile: self.tile, g, blocks, mask: 0, table };
+        let core = Some(hopper::Pass::Fprop);
+        let pass =
+            Pass { core, kernel: &self.nt.kernel, tile: self.tile, g, blocks, mask: 0, table };
         self.launch(stream, &t.splits, &pass, t.clone())
     }
 
@@ -259,7 +303,9 @@ impl Run<'_> {
             ldaux: 0,
         };
         let blocks = self.row_blocks(d.k);
-        let pass = Pass { kernel: &self.nn.kernel, tile: self.tile, g, blocks, mask: 0, table };
+        let core = Some(hopper::Pass::Dgrad);
+        let pass =
+            Pass { core, kernel: &self.nn.kernel, tile: self.tile, g, blocks, mask: 0, table };
         self.launch(stream, &t.splits, &pass, t.clone())
     }
 
@@ -283,12 +329,14 @@ impl Run<'_> {
         };
         let blocks = d.groups * (d.n.div_ceil(self.tile.m) * d.k.div_ceil(self.tile.n)).max(1);
         let mask = addr(t.mask.as_ref())?;
-        let pass = Pass { kernel: &self.tn.kernel, tile: self.tile, g, blocks, mask, table };
+        let core = Some(hopper::Pass::Wgrad);
+        let pass = Pass { core, kernel: &self.tn.kernel, tile: self.tile, g, blocks, mask, table };
         self.launch(stream, &t.splits, &pass, t.clone())?;
         let Some(dbias) = &t.dbias else { return Ok(()) };
         let g = TwGemm { b: 0, d: addr(dbias)?, n: d.n as u32, flags: out_code(d.dtype)?, ..g };
         let blocks = d.groups * d.n.div_ceil(SUMS.n).max(1);
-        let pass = Pass { kernel: &self.dbias, tile: SUMS, g, blocks, mask: 0, table: 0 };
+        let pass =
+            Pass { core: None, kernel: &self.dbias, tile: SUMS, g, blocks, mask: 0, table: 0 };
         self.launch(stream, &t.splits, &pass, t.clone())
     }
 
@@ -313,7 +361,7 @@ impl Run<'_> {
         };
         let blocks = d.capacity.min(DACT_BLOCKS);
         let tile = Tile { shared_bytes: 0, ..TILE };
-        let pass = Pass { kernel: &self.dact, tile, g, blocks, mask: 0, table: 0 };
+        let pass = Pass { core: None, kernel: &self.dact, tile, g, blocks, mask: 0, table: 0 };
         self.launch(stream, splits, &pass, (splits.clone(), dy.clone(), aux.clone(), dz.clone()))
     }
 
@@ -342,6 +390,17 @@ impl Run<'_> {
         // The workspace again: of many groups it was filled by many kernels, and what is held
         // before those may be let go before this one.
         hold(stream, (held, self.status.clone(), self.space.clone()));
+        if let (Ok(hopper), Some(core)) = (&self.hopper, pass.core) {
+            match hopper.refuses(&p) {
+                // SAFETY: `p` describes tensors that were checked against the description, lie on
+                // this device, and are held.
+                None => return unsafe { hopper.launch(stream, core, &p) },
+                Some(why) if self.backend == GemmBackend::Hopper => {
+                    return Err(not_made_by(CORE, &why));
+                }
+                Some(_) => {}
+            }
+        }
         let args = LaunchArgs::new().arg(&p);
         // SAFETY: every kernel of the unit takes one `TwGrouped` by value; the tensors were checked
         // against the description, lie on this device, and are held.
