@@ -437,7 +437,7 @@ pub type RunOnce<'a> = &'a dyn Fn(&Case) -> (u32, Vec<u8>);
 
 /// Splits, and the status they set.
 pub fn bad_splits(run: RunOnce<'_>) {
-    let far: Vec<i64> = (0..40).map(|e| if e == 35 { -1 } else { 0 }).collect();
+    let [near, far] = [3, 35].map(|bad| (0..40).map(|e| -i64::from(e == bad)).collect());
     let cases = [
         (vec![2, -1, 3], 1),
         (vec![4, 7, 0], 2),
@@ -445,6 +445,8 @@ pub fn bad_splits(run: RunOnce<'_>) {
         (vec![i64::MIN, 1], 1),
         (vec![11, -1], 2),
         (vec![-1, 11], 1),
+        (near, 1),
+        ((0..40).map(|e| 8 * i64::from(e % 32 == 1)).collect(), 2),
         (far, 1),
     ];
     for (pass, (splits, status)) in

@@ -13,13 +13,14 @@ use crate::gemm::{GELU, RELU, SWIGLU, Type};
 use crate::grouped::{Case, Dgrad, Fprop, Pass, Wgrad, bad_ends, bad_splits, case, many};
 use crate::hopper::map;
 use crate::host::{Lib, RUNTIME};
-use crate::{Test, tests};
+use crate::planted::all_are_killed;
+use crate::{Test, scenarios, tests};
 
 pub const TESTS: &[Test] = tests![
     hopper_groups_by_rows,
     hopper_groups_by_columns,
-    hopper_groups_of_many_sizes,
     hopper_groups_that_cannot_be_used_write_nothing,
+    hopper_groups_mutants,
 ];
 
 /// A ragged map, as `TensorMapDesc::ragged` of the device crate makes it.
@@ -53,12 +54,8 @@ fn variant(c: &Case, cols: usize) -> Variant {
     Variant { order, f16, out_f32: c.out == Type::F32, epilogue, cols }
 }
 
-pub fn load(text: String, v: &Variant) -> &'static Lib {
-    load_sorting(text, v, 448)
-}
-
-/// The same for at most `most` groups that are sorted.
-pub fn load_sorting(text: String, v: &Variant, most: u64) -> &'static Lib {
+/// At most `most` groups are sorted.
+fn load(text: String, v: &Variant, most: u64) -> &'static Lib {
     let defines = v.defines().into_iter().map(|(name, value)| (&*name.leak(), value));
     let defines = defines.chain([("TW_HG_MAX_SORTED", most)]).collect();
     RUNTIME.load(&Unit {
@@ -70,11 +67,21 @@ pub fn load_sorting(text: String, v: &Variant, most: u64) -> &'static Lib {
     })
 }
 
+/// Libraries of the text as it is, by their variants.
 static LIBS: LazyLock<Mutex<HashMap<String, &'static Lib>>> = LazyLock::new(Mutex::default);
 
-fn lib(v: &Variant) -> &'static Lib {
+fn of_text(lib: &'static Lib, v: &Variant) -> &'static Lib {
+    let text = HOPPER_GROUPED_GEMM.emu_text();
+    if lib.text() != text {
+        return load(lib.text().to_owned(), v, 448);
+    }
     let mut libs = LIBS.lock().unwrap();
-    libs.entry(format!("{v:?}")).or_insert_with(|| load(HOPPER_GROUPED_GEMM.emu_text(), v))
+    libs.entry(format!("{v:?}")).or_insert_with(|| load(text, v, 448))
+}
+
+/// The plain product of rows, for its text.
+fn base(text: String) -> &'static Lib {
+    load(text, &variant(&narrow(Fprop, &[], 8, 8, 8), 128), 448)
 }
 
 /// The parameters and maps of the products `p`.
@@ -131,13 +138,11 @@ fn run_on(lib: &'static Lib, c: &Case, v: &Variant, blocks: u32, seed: u64) -> (
     })
 }
 
-pub fn check_on(lib: &'static Lib, c: &Case, cols: usize, blocks: u32) {
+/// By the text that `lib` was made of, in the variant of the case.
+fn check(lib: &'static Lib, c: &Case, cols: usize, blocks: u32) {
     let v = variant(c, cols);
+    let lib = of_text(lib, &v);
     c.check_runs(&|seed| run_on(lib, c, &v, blocks, seed));
-}
-
-fn check(c: &Case, cols: usize, blocks: u32) {
-    check_on(lib(&variant(c, cols)), c, cols, blocks);
 }
 
 /// A case whose results have the operands' type.
@@ -145,54 +150,94 @@ fn narrow(pass: Pass, splits: &[i64], capacity: usize, k: usize, n: usize) -> Ca
     Case { out: Type::F16, ..case(pass, splits, capacity, k, n) }
 }
 
-fn hopper_groups_by_rows() {
-    for pass in [Fprop, Dgrad] {
-        check(&narrow(pass, &[3, 0, 270, 1, 129, 0], 420, 72, 136), 128, 2);
-        check(&case(pass, &[3, 0, 70, 1, 0], 74, 40, 72), 128, 4);
-        let zero = Case { zero_tail: true, ..narrow(pass, &[0, 65, 2], 90, 40, 24) };
-        check(&zero, 256, 2);
-        check(&Case { out: Type::F32, input: Type::Bf16, ends: true, ..zero }, 128, 4);
-        check(&Case { zero_tail: true, ..narrow(pass, &[0, 0], 5, 16, 16) }, 128, 2);
-        check(&narrow(pass, &[], 7, 16, 16), 128, 2);
-        check(&narrow(pass, &[0], 0, 8, 8), 128, 2);
-        check(&Case { ends: true, narrow: true, ..narrow(pass, &many(), 60, 16, 24) }, 128, 2);
-    }
-    let c = narrow(Fprop, &[5, 0, 130], 140, 24, 48);
-    check(&Case { act: RELU, bias: true, aux: true, zero_tail: true, ..c.clone() }, 256, 2);
-    check(&Case { act: SWIGLU, bias: true, aux: true, zero_tail: true, ..c.clone() }, 256, 2);
-    check(&Case { bias: true, exact: true, out: Type::F32, ..c }, 256, 2);
+fn rows(lib: &'static Lib) {
+    check(lib, &narrow(Fprop, &[3, 0, 270, 1, 129, 0], 420, 72, 136), 128, 2);
+    check(lib, &case(Fprop, &[3, 0, 70, 1, 0], 74, 40, 72), 128, 4);
 }
 
-fn hopper_groups_by_columns() {
-    check(&narrow(Wgrad, &[3, 0, 270, 1, 65, 0], 400, 136, 264), 128, 2);
-    check(&case(Wgrad, &[3, 0, 70, 1, 0], 80, 72, 40), 128, 4);
+fn columns(lib: &'static Lib) {
+    check(lib, &narrow(Wgrad, &[3, 0, 270, 1, 65, 0], 400, 136, 264), 128, 2);
+    check(lib, &case(Wgrad, &[3, 0, 70, 1, 0], 80, 72, 40), 128, 4);
     let add = Case { accumulate: true, exact: true, ..case(Wgrad, &[9, 0, 0, 33], 42, 24, 72) };
-    check(&add, 256, 2);
-    check(&Case { exact: false, out: Type::F16, ..add.clone() }, 256, 2);
-    check(&Case { ends: true, narrow: true, ..add }, 256, 4);
-    check(&case(Wgrad, &[0, 0], 5, 16, 16), 128, 2);
-    check(&case(Wgrad, &[], 5, 16, 16), 128, 2);
+    check(lib, &add, 256, 2);
+    check(lib, &case(Wgrad, &[], 5, 16, 16), 128, 2);
+}
+
+fn many_groups(lib: &'static Lib) {
+    let c = Case { narrow: true, zero_tail: true, ..narrow(Fprop, &many(), 60, 16, 24) };
+    check(lib, &c, 128, 2);
+}
+
+fn ends(lib: &'static Lib) {
+    check(lib, &Case { ends: true, ..narrow(Fprop, &[5, 0, 130, 2], 140, 24, 48) }, 128, 2);
+}
+
+/// What follows the sums of rows, and rows behind the groups.
+fn functions(lib: &'static Lib) {
+    let c = narrow(Fprop, &[5, 0, 130], 140, 24, 48);
+    for act in [RELU, SWIGLU] {
+        let c = Case { act, bias: true, aux: true, zero_tail: true, ..c.clone() };
+        check(lib, &c, 256, 2);
+    }
 }
 
 /// As many groups as a block sorts, and one more: 7, so that few tiles are enough.
-pub fn around_the_limit(lib: &'static Lib) {
+fn around_the_limit(lib: &'static Lib) {
     for num in [7, 8] {
         let splits: Vec<i64> = (0..num).map(|e| e * 7 % 5 * (e % 3)).collect();
         let c = narrow(Wgrad, &splits, splits.iter().sum::<i64>() as usize + 3, 8, 8);
-        check_on(lib, &Case { ends: num == 8, ..c }, 128, 2);
+        let (c, v) = (Case { ends: num == 8, ..c.clone() }, variant(&c, 128));
+        let lib = load(lib.text().to_owned(), &v, 7);
+        c.check_runs(&|seed| run_on(lib, &c, &v, 2, seed));
     }
 }
 
-fn hopper_groups_of_many_sizes() {
-    let c = narrow(Wgrad, &[], 8, 8, 8);
-    around_the_limit(load_sorting(HOPPER_GROUPED_GEMM.emu_text(), &variant(&c, 128), 7));
-}
-
-fn hopper_groups_that_cannot_be_used_write_nothing() {
+fn bad(lib: &'static Lib) {
     let once = |c: &Case| {
         let v = variant(c, 128);
-        run_on(lib(&v), c, &v, 4, 3)
+        run_on(of_text(lib, &v), c, &v, 4, 3)
     };
     bad_splits(&once);
     bad_ends(&once);
+}
+
+fn hopper_groups_by_rows() {
+    let lib = base(HOPPER_GROUPED_GEMM.emu_text());
+    for f in [rows, many_groups, ends, functions] {
+        f(lib);
+    }
+    for pass in [Fprop, Dgrad] {
+        let zero = Case { zero_tail: true, ..narrow(pass, &[0, 65, 2], 90, 40, 24) };
+        check(lib, &zero, 256, 2);
+        check(lib, &Case { out: Type::F32, input: Type::Bf16, ends: true, ..zero }, 128, 4);
+        check(lib, &Case { zero_tail: true, ..narrow(pass, &[0, 0], 5, 16, 16) }, 128, 2);
+        check(lib, &narrow(pass, &[], 7, 16, 16), 128, 2);
+        check(lib, &narrow(pass, &[0], 0, 8, 8), 128, 2);
+    }
+    check(lib, &narrow(Dgrad, &[3, 0, 270, 1, 129, 0], 420, 72, 136), 128, 2);
+    let exact = Case { bias: true, exact: true, ..case(Fprop, &[5, 0, 130], 140, 24, 48) };
+    check(lib, &exact, 256, 2);
+}
+
+fn hopper_groups_by_columns() {
+    let lib = base(HOPPER_GROUPED_GEMM.emu_text());
+    columns(lib);
+    around_the_limit(lib);
+    let add = Case { accumulate: true, ..case(Wgrad, &[9, 0, 0, 33], 42, 24, 72) };
+    check(lib, &Case { out: Type::F16, ..add.clone() }, 256, 2);
+    check(lib, &Case { ends: true, narrow: true, exact: true, ..add }, 256, 4);
+    check(lib, &case(Wgrad, &[0, 0], 5, 16, 16), 128, 2);
+}
+
+fn hopper_groups_that_cannot_be_used_write_nothing() {
+    bad(base(HOPPER_GROUPED_GEMM.emu_text()));
+}
+
+fn hopper_groups_mutants() {
+    all_are_killed(
+        &HOPPER_GROUPED_GEMM.emu_text(),
+        base,
+        ("hopper/sm90_grouped_gemm", "groups"),
+        scenarios![rows, columns, many_groups, ends, functions, around_the_limit, bad],
+    );
 }
