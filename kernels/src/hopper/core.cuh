@@ -213,7 +213,7 @@ template <class Tiles> __device__ __forceinline__ void tw_hopper_product(const T
             tw_multiply_tile(acc, s, tickets, t, tiles.steps(), group);
         }
         if (Tiles::MAY_BE_EMPTY && tiles.keeps()) continue;
-        const TwHopper g = tiles.product();
+        const TwHopper& g = tiles.product();
         const u32 row = tiles.row() + 16 * warp;
         if (TW_HG_OUT == 2) tw_store_32(acc, g, row, tiles.col());
         else tw_store_16(acc, g, tiles.d(), row, tiles.col(), buffer);

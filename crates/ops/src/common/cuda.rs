@@ -320,6 +320,7 @@ mod tests {
             "EP_BULK",
             "EP_RETURN",
             "HOPPER_GEMM",
+            "HOPPER_GROUPED_GEMM",
             "LAYERS",
             "MOVE",
             "OPTIMIZER",

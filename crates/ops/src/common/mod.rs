@@ -5,6 +5,7 @@ mod bias;
 mod check;
 mod choice;
 mod core;
+pub(crate) mod counters;
 pub(crate) mod cuda;
 mod handoff;
 pub(crate) mod kernel;

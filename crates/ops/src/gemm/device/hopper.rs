@@ -1,5 +1,7 @@
 //! GEMM on sm_90a by wgmma and TMA (`hopper/sm90_gemm.cu`): choice of a variant, and launches.
 
+use std::sync::Arc;
+
 use tilewire_core::{DType, Error, Result};
 use tilewire_device::cuda::{
     CudaContext, CudaStream, Grid, Kernel, LaunchArgs, MapPromotion, MapSwizzle, RawTensorMap,
@@ -13,6 +15,7 @@ use tilewire_kernels::hopper::{
 
 use super::cublaslt::row_counts;
 use super::product::{ACCUMULATE, Matrix, Product, bias_flag};
+use crate::common::counters::Counters;
 use crate::common::cuda::load;
 use crate::gemm::{AOrder, Activation, BOrder, GemmDesc};
 
@@ -131,6 +134,7 @@ pub(super) struct Hopper {
     /// At least one.
     kernels: Vec<(Variant, Kernel)>,
     clusters: u32,
+    counters: Arc<Counters>,
 }
 
 impl Hopper {
@@ -169,7 +173,7 @@ impl Hopper {
         if kernels.is_empty() {
             return Err(Error::internal("no variant of the core fits"));
         }
-        Ok(Self { ctx: ctx.clone(), desc: *d, kernels, clusters })
+        Ok(Self { ctx: ctx.clone(), desc: *d, kernels, clusters, counters: Counters::of(ctx)? })
     }
 
     /// Returns what is used, equal in processes that use the same.
@@ -238,12 +242,13 @@ impl Hopper {
             return Err(Error::internal("a product was launched that has no variant of the core"));
         };
         let [a, b, d] = self.maps(v, p)?;
+        let (num, clusters) = (num_pairs(v, shape), self.clusters as usize);
         let param = TwHopper {
             d: p.d.addr,
             bias: p.bias.addr,
             aux: p.aux.addr,
-            // By strides: a counter is a word for each launch in flight.
-            counter: 0,
+            // A cluster that has one pair of tiles needs no number.
+            counter: if num > clusters { self.counters.next(stream) } else { 0 },
             ldd: p.d.ld as i64,
             ldaux: p.aux.ld as i64,
             m: m as u32,
@@ -251,8 +256,7 @@ impl Hopper {
             k: k as u32,
             flags: bias_flag(p.bias) | if p.accumulate { ACCUMULATE } else { 0 },
         };
-        let clusters = num_pairs(v, shape).min(self.clusters as usize) as u32;
-        let grid = Grid::new(clusters * CLUSTER, THREADS)
+        let grid = Grid::new(num.min(clusters) as u32 * CLUSTER, THREADS)
             .shared(v.shared_bytes())
             .clusters([CLUSTER, 1, 1]);
         let args = LaunchArgs::new().arg(&param).raw_map(&a).raw_map(&b).raw_map(&d);

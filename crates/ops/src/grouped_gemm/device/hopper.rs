@@ -1,6 +1,8 @@
 //! Products of groups on sm_90a by wgmma and TMA (`hopper/sm90_grouped_gemm.cu`): choice of
 //! variants, and launches.
 
+use std::sync::Arc;
+
 use tilewire_core::{DType, Error, Result};
 use tilewire_device::cuda::{
     CudaContext, CudaStream, Grid, Kernel, LaunchArgs, MapPromotion, MapSwizzle, RawTensorMap,
@@ -12,6 +14,7 @@ use tilewire_kernels::hopper::{
     Variant, pairs,
 };
 
+use crate::common::counters::Counters;
 use crate::common::cuda::load;
 use crate::gemm::Activation;
 use crate::grouped_gemm::GroupedDesc;
@@ -121,6 +124,7 @@ pub(super) struct Hopper {
     desc: GroupedDesc,
     kernels: Vec<(Pass, Variant, Kernel)>,
     clusters: u32,
+    counters: Arc<Counters>,
 }
 
 impl Hopper {
@@ -149,7 +153,7 @@ impl Hopper {
                 kernels.push((pass, v, kernel));
             }
         }
-        Ok(Self { ctx: ctx.clone(), desc: *d, kernels, clusters })
+        Ok(Self { ctx: ctx.clone(), desc: *d, kernels, clusters, counters: Counters::of(ctx)? })
     }
 
     /// Returns what is used, for people.
@@ -206,8 +210,7 @@ impl Hopper {
             d: p.g.d,
             bias: p.g.bias,
             aux: p.g.aux,
-            // By strides: a counter is a word for each launch in flight.
-            counter: 0,
+            counter: self.counters.next(stream),
             ldd: p.g.ldd,
             ldaux: p.g.ldaux,
             m: p.g.m,
@@ -340,6 +343,6 @@ mod tests {
         let d = |groups, capacity, n, k| GroupedDesc::new(groups, capacity, n, k, DType::BF16);
         let large = d(32, 32768, 4096, 7168);
         assert_eq!(Pass::ALL.map(|p| cols(p, &large, 66)), [256; 3]);
-        assert_eq!(Pass::ALL.map(|p| cols(p, &d(2, 256, 512, 4096), 66)), [128, 128, 256]);
+        assert_eq!(Pass::ALL.map(|p| cols(p, &d(2, 256, 512, 8192), 66)), [128, 128, 256]);
     }
 }
