@@ -86,13 +86,13 @@ def no_torch():
 
 def bench_of_one():
     """One GPU, and what torch makes of the same shapes."""
-    for rates in ["layers", "gemm", "attention"]:
+    for rates in ["layers", "gemm", "grouped", "attention"]:
         yield Config(f"rates-{rates}", [program("rates"), rates], by_bench, jit=True)
     for ops, shape in BY_MEMORY.items():
         argv = tilewire("bench --backend vmm --dtype bf16 --json --ranks 1 --op", ops, shape)
         yield Config(f"op-{ops.replace(',', '-')}", argv, by_bench)
     needs = no_torch()
-    for rates in ["gemm", "attention"]:
+    for rates in ["grouped", "attention"]:
         yield Config(
             f"rates-torch-{rates}",
             ["python3", str(HERE / "torch_rates.py"), rates],

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What torch makes of the shapes of `rates attention` and `rates gemm`: the baseline of the same
+"""What torch makes of the shapes of `rates attention` and `rates grouped`: the baseline of the same
 call, a line of JSON each.
 
 FlashAttention-2 by scaled_dot_product_attention, products of groups by torch._grouped_mm; medians
@@ -62,11 +62,17 @@ def attention(seq, heads=32, kv_heads=8, dim=128):
         tell(2.5 * flops, bwd, work="torch flash attention", seq=seq, **{"pass": "backward"})
 
 
-def grouped(groups, rows, n, k):
-    ends, _ = torch.sort(
-        torch.randint(0, rows + 1, (groups - 1,), generator=torch.Generator().manual_seed(2))
-    )
-    ends = torch.cat([ends, torch.tensor([rows])]).to(device="cuda", dtype=torch.int32)
+def sizes(groups, rows, even):
+    """Rows of each group: equal, or 1 : 3 : 5 ... in a mixed order. As in `rates grouped`."""
+    if even:
+        return [rows * (e + 1) // groups - rows * e // groups for e in range(groups)]
+    mixed = [(e * 5 + 3) % groups for e in range(groups)]
+    of = lambda i: rows * i * i // (groups * groups)
+    return [of(i + 1) - of(i) for i in mixed]
+
+
+def grouped(groups, rows, n, k, even):
+    ends = torch.tensor(sizes(groups, rows, even)).cumsum(0).to(device="cuda", dtype=torch.int32)
     x, dy, w = random(rows, k), random(rows, n), random(groups, n, k)
     passes = {
         "fprop": lambda: torch._grouped_mm(x, w.transpose(1, 2), offs=ends),
@@ -74,8 +80,18 @@ def grouped(groups, rows, n, k):
         "wgrad": lambda: torch._grouped_mm(dy.t(), x, offs=ends),
     }
     for name, launch in passes.items():
-        shape = {"groups": groups, "rows": rows, "n": n, "k": k, "pass": name}
+        shape = {"groups": groups, "rows": rows, "n": n, "k": k, "even": even, "pass": name}
         tell(2.0 * rows * n * k, launch, work="torch._grouped_mm", **shape)
+
+
+GROUPED = [
+    (32, 32768, 4096, 7168),
+    (32, 32768, 7168, 2048),
+    (8, 32768, 4096, 7168),
+    (32, 8192, 4096, 7168),
+    (128, 16384, 2048, 5120),
+    (64, 512, 4096, 7168),
+]
 
 
 def main():
@@ -83,11 +99,12 @@ def main():
     if sys.argv[1:] == ["attention"]:
         for seq in [4096, 16384]:
             attention(seq)
-    elif sys.argv[1:] == ["gemm"]:
-        for shape in [(32, 32768, 4096, 7168), (32, 8192, 4096, 7168), (8, 32768, 4096, 7168)]:
-            grouped(*shape)
+    elif sys.argv[1:] == ["grouped"]:
+        for shape in GROUPED:
+            for even in [True, False]:
+                grouped(*shape, even)
     else:
-        sys.exit("torch_rates.py attention|gemm")
+        sys.exit("torch_rates.py attention|grouped")
 
 
 if __name__ == "__main__":

@@ -10,9 +10,6 @@ use tilewire_device::{Device, Queue, Stream, Tensor};
 use tilewire_ops::gemm::{
     AOrder, Activation, BOrder, Epilogue, GemmBackend, GemmDesc, GemmInputs, GemmPlan,
 };
-use tilewire_ops::grouped_gemm::{
-    GroupedDesc, GroupedDgrad, GroupedFprop, GroupedGemmPlan, GroupedWgrad, Splits,
-};
 
 const RUNS: usize = 20;
 
@@ -28,75 +25,6 @@ pub(crate) fn main() -> Result<()> {
     }
     for s in shapes {
         bench(&ctx, s)?;
-    }
-    for s in [[32, 32768, 4096, 7168], [32, 8192, 4096, 7168], [8, 32768, 4096, 7168]] {
-        grouped(&ctx, s)?;
-    }
-    Ok(())
-}
-
-/// Grouped products of uneven random groups, by the portable kernel.
-fn grouped(ctx: &CudaContext, [groups, rows, n, k]: [usize; 4]) -> Result<()> {
-    let (device, stream) = (Device::Cuda(ctx.clone()), Stream::on(ctx)?);
-    let mut rng = Rng::new(2);
-    let few: Vec<f32> = (0..65_521).map(|_| rng.normal()).collect();
-    let random = |rows: usize, cols: usize| -> Result<Tensor> {
-        let v: Vec<f32> = (0..rows * cols).map(|i| few[i % few.len()]).collect();
-        Tensor::from_f32(&v, DType::BF16, Shape::d2(rows, cols))?.to(&device)
-    };
-    // Ends at random places.
-    let mut ends: Vec<usize> =
-        (1..groups).map(|_| rng.below(rows as u64 + 1) as usize).chain([rows]).collect();
-    ends.sort_unstable();
-    let ends: Vec<i64> = ends.into_iter().map(|e| e as i64).collect();
-    let splits = Splits::ends(&Tensor::from_slice(&ends, Shape::d1(groups))?.to(&device)?);
-    let plan = GroupedGemmPlan::new(GroupedDesc::new(groups, rows, n, k, DType::BF16))?;
-    plan.prepare(&stream)?;
-    let (x, dy, w) = (random(rows, k)?, random(rows, n)?, random(groups * n, k)?);
-    let room = |dtype, rows, cols| Tensor::zeros_on(&device, dtype, Shape::d2(rows, cols));
-    let (y, dx) = (room(DType::BF16, rows, n)?, room(DType::BF16, rows, k)?);
-    let dw = room(DType::F32, groups * n, k)?;
-    let fprop = || {
-        let t = GroupedFprop {
-            x: (&x).into(),
-            w: (&w).into(),
-            bias: None,
-            splits: splits.clone(),
-            out: y.clone(),
-            aux_out: None,
-        };
-        plan.fprop(&stream, t).map(drop)
-    };
-    let dgrad = || {
-        let t = GroupedDgrad {
-            dy: (&dy).into(),
-            w: (&w).into(),
-            splits: splits.clone(),
-            dx: dx.clone(),
-        };
-        plan.dgrad(&stream, t).map(drop)
-    };
-    let wgrad = || {
-        let t = GroupedWgrad {
-            x: (&x).into(),
-            dy: (&dy).into(),
-            splits: splits.clone(),
-            dw: (&dw).into(),
-            mask: None,
-            dbias: None,
-        };
-        plan.wgrad(&stream, t).map(drop)
-    };
-    let passes: [(&str, &dyn Fn() -> Result<()>); 3] =
-        [("fprop", &fprop), ("dgrad", &dgrad), ("wgrad", &wgrad)];
-    for (name, launch) in passes {
-        let us = median(ctx, &stream, launch)?;
-        let tflops = 2.0 * (rows * n) as f64 * k as f64 / us / 1e6;
-        println!(
-            "{{\"device\":\"{}\",\"work\":\"grouped_gemm\",\"groups\":{groups},\"rows\":{rows},\"n\":{n},\"k\":{k},\
-             \"pass\":\"{name}\",\"us\":{us:.1},\"tflops\":{tflops:.1}}}",
-            ctx.name()?
-        );
     }
     Ok(())
 }
@@ -173,7 +101,11 @@ fn bench(ctx: &CudaContext, [m, n, k]: [usize; 3]) -> Result<()> {
 }
 
 /// Median time of `launch` in microseconds.
-fn median(ctx: &CudaContext, stream: &Stream, launch: impl Fn() -> Result<()>) -> Result<f64> {
+pub(crate) fn median(
+    ctx: &CudaContext,
+    stream: &Stream,
+    launch: impl Fn() -> Result<()>,
+) -> Result<f64> {
     let s = stream.cuda()?;
     (0..5).try_for_each(|_| launch())?;
     let mut us = Vec::new();
