@@ -160,6 +160,8 @@ void emu_cluster_sync();
 // a word there before.
 void emu_peer_arrive(unsigned long long* bar, unsigned rank);
 void emu_peer_store(unsigned* word, unsigned rank, unsigned value);
+// A map in memory is known to this thread from here on.
+void emu_tensor_acquire(const void* map);
 // Boxes of tensors: a load into the blocks of the cluster whose bits are set, a store, a sum.
 void emu_tensor_load(void* shared, const void* map, unsigned long long* bar, const int* at, unsigned rank, unsigned blocks);
 void emu_tensor_store(const void* map, const void* shared, const int* at, unsigned rank, bool adds);

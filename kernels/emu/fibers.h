@@ -214,6 +214,7 @@ struct Block {
     std::vector<Products> products;  // of each warp
     std::vector<Bulk> bulks;
     std::vector<Unseen> unseen;
+    std::vector<std::pair<const Fiber*, const void*>> maps;  // in memory, and by whom they are known
     std::vector<u64*> made;   // barriers that bulk copies do not know of
     std::vector<Told> told;
     View view;

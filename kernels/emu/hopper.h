@@ -108,11 +108,20 @@ void scatter(Block* b, const Bulk& c) {
     });
 }
 
+// True if `map` lies in memory that the host has made: it is no parameter of the kernel.
+bool in_memory(const Run* r, const void* map) {
+    const EmuRegion *first = r->cfg->regions, *last = first + r->cfg->num_regions;
+    return std::any_of(first, last, [map](const EmuRegion& g) { return (u64)map >= g.base && (u64)map < g.base + g.len; });
+}
+
 // The box at `at`, whose tile lies at `tile`.
 Box box_of(Fiber* f, const void* map, const int* at, unsigned rank, const void* tile, const char* op) {
     Box x = {};
     memcpy(&x.map, map, sizeof x.map);
     if (x.map.mark != EMU_TENSOR_MAP) die(f, "a tensor map that was not encoded");
+    const auto& known = f->block->maps;
+    if (in_memory(f->block->worker->run, map) && std::find(known.begin(), known.end(), std::make_pair((const Fiber*)f, map)) == known.end())
+        die(f, "a tensor map in memory that this thread has not acquired");
     if (x.map.rank != rank) die(f, "a tensor map of another rank");
     for (unsigned i = 0; i < rank; i++) x.at[i] = at[i];
     const long long offset = (char*)tile - (char*)dynamic_of(f->block);
@@ -243,6 +252,12 @@ void emu_peer_store(unsigned* word, unsigned rank, unsigned value) {
     Inside inside(f);
     if (!in_shared(f->block, word, 4)) die(f, "a store to a peer's memory that is not shared");
     *(unsigned*)place(f, peer(f, rank), word) = value;
+}
+
+void emu_tensor_acquire(const void* map) {
+    Fiber* f = self();
+    Inside inside(f);
+    f->block->maps.emplace_back(f, map);
 }
 
 void emu_tensor_load(void* shared, const void* map, u64* bar, const int* at, unsigned rank, unsigned blocks) {

@@ -184,7 +184,7 @@ void begin(Worker* w, unsigned stream, const EmuLaunch* l, unsigned number, Clus
     cluster->blocks.push_back(b);
     cluster->threads += n, cluster->left++;
     b->products.assign((n + 31) / 32, {});
-    b->bulks.clear(), b->unseen.clear(), b->made.clear(), b->told.clear(), b->view.now.clear();
+    b->bulks.clear(), b->unseen.clear(), b->made.clear(), b->maps.clear(), b->told.clear(), b->view.now.clear();
     b->ticks = b->due = b->acquires = b->fences = 0;
     b->fibers.resize(n);
     b->ready.clear();

@@ -142,6 +142,8 @@ abi! {
         stride: i64,
         groups: u32,
         pad: u32,
+        maps: u64,
+        addresses: u64,
     }
 
     /// An encoded tensor map, which a kernel needs at a multiple of 64 bytes.

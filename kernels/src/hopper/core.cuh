@@ -148,6 +148,7 @@ template <class Tiles> __device__ __forceinline__ void tw_load_tiles(Tiles& tile
     TwTickets tickets(counted);
     for (u32 t = clusterid_x(); t < tiles.num(); t = tickets.next<false>(t)) {
         tiles.go(t, rank);
+        tiles.acquire_b();
         for (u32 i = 0; i < tiles.steps(); i++) {
             s.wait_empty();
             u64* full = s.full + s.stage;
@@ -216,7 +217,7 @@ template <class Tiles> __device__ __forceinline__ void tw_hopper_product(const T
         const TwHopper& g = tiles.product();
         const u32 row = tiles.row() + 16 * warp;
         if (TW_HG_OUT == 2) tw_store_32(acc, g, row, tiles.col());
-        else tw_store_16(acc, g, tiles.d(), row, tiles.col(), buffer);
+        else tiles.acquire_d(), tw_store_16(acc, g, tiles.d(), row, tiles.col(), buffer);
     }
     if (TW_HG_OUT != 2 && threadIdx.x % 32 == 0) bulk_wait_group<0>();
 }

@@ -51,6 +51,9 @@ struct TwDense {
     __device__ __forceinline__ bool keeps() const {
         return false;
     }
+    // Before the first load or store of a tile.
+    __device__ __forceinline__ void acquire_b() {}
+    __device__ __forceinline__ void acquire_d() {}
     __device__ __forceinline__ TwPlane a() const {
         return {map_a, 0};
     }

@@ -25,6 +25,9 @@ struct TwHopperGrouped {
     const u8* accumulate;  // [groups], or null: by columns group e is added if it is not 0
     i64 stride;            // elements from group to group of D, by columns
     u32 groups, pad;
+    // [groups], or null: maps of the weights, or by columns of D, of each group, and where D is.
+    const TwTensorMap* maps;
+    const u64* addresses;
 };
 
 #ifndef TW_HG_MAX_SORTED
@@ -52,12 +55,13 @@ struct TwGroups {
     u32 next, group, first, rows;  // the next group to visit; this one, its first row, and how many
     u32 before, pairs;             // pairs of tiles before this group, and of this group
     i64 last;                      // the split of this group
+    const TwTensorMap* known;      // the map of a group that this thread has acquired
 
     enum : bool { BY_ROWS = !TW_HG_A_MN, MAY_BE_EMPTY = !BY_ROWS };
 
     __device__ __forceinline__ TwGroups(const TwHopperGrouped& p, const TwTensorMap* a, const TwTensorMap* b, const TwTensorMap* d)
         : p(p), map_a(a), map_b(b), map_d(d), splits{p.splits, p.groups, p.g.flags}, order(0, 0), spot(), next(0), group(0), first(0), rows(0),
-          before(0), pairs(0), last(0) {}
+          before(0), pairs(0), last(0), known(nullptr) {}
 
     __device__ __forceinline__ u32* summary() const {
         return (u32*)(tw_smem + TW_HG_AT_SUMMARY);
@@ -159,16 +163,32 @@ struct TwGroups {
     __device__ __forceinline__ bool keeps() const {
         return rows == 0 && adds();
     }
+    __device__ __forceinline__ void acquire() {
+        if (p.maps == nullptr || known == p.maps + group) return;
+        known = p.maps + group;
+        tensor_acquire(known);
+    }
+    __device__ __forceinline__ void acquire_b() {
+        if (BY_ROWS) acquire();
+    }
+    __device__ __forceinline__ void acquire_d() {
+        if (!BY_ROWS) acquire();
+    }
+    // The matrix of this group: behind its own map, or one of all.
+    __device__ __forceinline__ TwPlane plane(const TwTensorMap* all) const {
+        if (p.maps != nullptr) return {p.maps + group, 0};
+        return {all, group};
+    }
     __device__ __forceinline__ TwRagged a() const {
         return {map_a, first + rows};
     }
     __device__ __forceinline__ auto b() const {
-        if constexpr (BY_ROWS) return TwPlane{map_b, group};
+        if constexpr (BY_ROWS) return plane(map_b);
         else return TwRagged{map_b, first + rows};
     }
     __device__ __forceinline__ auto d() const {
         if constexpr (BY_ROWS) return TwRagged{map_d, first + rows};
-        else return TwPlane{map_d, group};
+        else return plane(map_d);
     }
     __device__ __forceinline__ TwHopper product() const {
         TwHopper g = p.g;
@@ -177,7 +197,8 @@ struct TwGroups {
             const u32 bytes = TW_HG_OUT != 2 && (g.flags & TW_BIAS_OUT) ? 2 : 4;
             if (g.bias) g.bias = (const u8*)g.bias + (i64)group * g.n * bytes;
         } else {
-            g.d = (u8*)g.d + group * p.stride * (TW_HG_OUT == 2 ? 4 : 2);
+            if (p.addresses != nullptr) g.d = (void*)p.addresses[group];
+            else g.d = (u8*)g.d + group * p.stride * (TW_HG_OUT == 2 ? 4 : 2);
             if (adds()) g.flags |= TW_ACCUMULATE;
         }
         return g;

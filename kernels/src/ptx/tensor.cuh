@@ -19,6 +19,12 @@ __device__ __forceinline__ void tensor_prefetch(const TwTensorMap* map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
+// Makes a map that lies in global memory, and was written before the kernel, known to this thread:
+// before its first copy by it. Maps that are parameters need none.
+__device__ __forceinline__ void tensor_acquire(const TwTensorMap* map) {
+    asm volatile("fence.proxy.tensormap::generic.acquire.sys [%0], 128;" ::"l"(map) : "memory");
+}
+
 // Loads the box at (x, y, z) into shared memory; its bytes are counted at `bar`.
 __device__ __forceinline__ void tensor_load_3d(void* shared, const TwTensorMap* map, u64* bar, int x, int y, int z) {
     asm volatile(

@@ -13,6 +13,10 @@ __device__ __forceinline__ void tensor_prefetch(const TwTensorMap* map) {
     (void)map;
 }
 
+__device__ __forceinline__ void tensor_acquire(const TwTensorMap* map) {
+    emu_tensor_acquire(map);
+}
+
 inline u32 emu_own_block() {
     return 1u << emu_cluster_rank();
 }

@@ -249,15 +249,15 @@ impl Case {
         };
         let k = on.lib.kernel(if wide { "tw_grouped_f32" } else { name });
         let launch = k.grid([blocks.max(1) as u32, 1, 1], [threads, 1, 1]).smem(smem);
-        self.run_by(seed, &|param, _| launch.clone().arg(param))
+        self.run_by(seed, &|param, _, _| launch.clone().arg(param))
     }
 
-    /// Status and D of the launch that `how` makes of the products and of two words that are zero,
-    /// and must be again at the end.
+    /// Status and D of the launch that `how` makes of the products, of two words that are zero, and
+    /// must be again at the end, and of memory for a tensor map of each group.
     pub fn run_by<'a>(
         &self,
         seed: u64,
-        how: &dyn Fn(&TwGrouped, u64) -> Launch<'a>,
+        how: &dyn Fn(&TwGrouped, u64, &Memory) -> Launch<'a>,
     ) -> (u32, Vec<u8>) {
         let x = self.operands();
         let store = |name: &str, bytes: &[u8]| {
@@ -278,6 +278,7 @@ impl Case {
             store("aux", &self.out.bytes(&vec![f32::NAN; self.capacity * self.n])),
         ];
         let words = Memory::new("words", ANY, 8);
+        let maps = Memory::new("maps", ANY, 128 * groups);
         let mut param = self.param(all.each_ref().map(Memory::addr));
         let table = Memory::new("table", ANY, 8 * groups);
         let of = if self.pass == Wgrad { self.out } else { self.input };
@@ -290,9 +291,10 @@ impl Case {
             table.write(&at);
             param.table = table.addr();
         }
-        let launch = how(&param, words.addr());
-        let mut run =
-            Run::new(seed).memory(all.iter().chain([&table, &words])).stream(0, vec![launch]);
+        let launch = how(&param, words.addr(), &maps);
+        let mut run = Run::new(seed)
+            .memory(all.iter().chain([&table, &words, &maps]))
+            .stream(0, vec![launch]);
         run.yield_permille = 20;
         run.go().unwrap_or_else(|e| panic!("{self:?}: {e}"));
         assert_eq!(words.get(0, 0), 0, "{self:?}: words that are not zero at the end");

@@ -13,6 +13,7 @@ use crate::gemm::{GELU, RELU, SWIGLU, Type};
 use crate::grouped::{Case, Dgrad, Fprop, Pass, Wgrad, bad_ends, bad_splits, case, many};
 use crate::hopper::map;
 use crate::host::{Lib, RUNTIME};
+use crate::memory::Memory;
 use crate::planted::all_are_killed;
 use crate::{Test, scenarios, tests};
 
@@ -84,12 +85,12 @@ fn base(text: String) -> &'static Lib {
     load(text, &variant(&narrow(Fprop, &[], 8, 8, 8), 128), 448)
 }
 
-/// The parameters and maps of the products `p`.
+/// The parameters and maps of the products `p`; those of a tensor for each group go to `maps`.
 fn params(
     c: &Case,
     v: &Variant,
     p: &TwGrouped,
-    counter: u64,
+    (counter, maps): (u64, &Memory),
 ) -> (TwHopperGrouped, [TwTensorMap; 3]) {
     let g = &p.g;
     let product = TwHopper {
@@ -112,11 +113,21 @@ fn params(
         stride: p.stride,
         groups: p.groups,
         pad: 0,
+        maps: if c.table { maps.addr() } else { 0 },
+        addresses: p.table,
     };
-    let (n, k, groups) = (c.n, c.k, c.splits.len().max(1));
-    let planes = |addr, rows, cols, boxes| {
+    let (n, k, groups) = (c.n, c.k, c.splits.len());
+    let planes = |addr, rows: usize, cols: usize, boxes| {
         let pitch = 2 * cols as i64;
-        map(addr, [cols, rows, groups], [pitch, pitch * rows as i64], boxes)
+        let all = |addr, num| map(addr, [cols, rows, num], [pitch, pitch * rows as i64], boxes);
+        if !c.table {
+            return all(addr, groups.max(1));
+        }
+        // As `run_by` has them: the last group's first.
+        let at = |e: usize| addr + ((groups - 1 - e) * 2 * rows * cols) as u64;
+        let own: Vec<u64> = (0..groups).flat_map(|e| all(at(e), 1).words).collect();
+        maps.write(&own);
+        all(addr, 0)
     };
     let a = ragged(g.a, k, TILE_K);
     let [b, d] = match c.pass {
@@ -132,8 +143,9 @@ fn run_on(lib: &'static Lib, c: &Case, v: &Variant, blocks: u32, seed: u64) -> (
     let kernel = lib.kernel("tw_hopper_grouped");
     let launch = kernel.grid([blocks, 1, 1], [THREADS, 1, 1]).cluster(CLUSTER);
     let launch = launch.smem(v.grouped_shared_bytes());
-    c.run_by(seed, &|p, counter| {
-        let (g, [a, b, d]) = params(c, v, p, if seed % 2 == 1 { counter } else { 0 });
+    c.run_by(seed, &|p, counter, maps| {
+        let counter = if seed % 2 == 1 { counter } else { 0 };
+        let (g, [a, b, d]) = params(c, v, p, (counter, maps));
         launch.clone().arg(&g).arg(&a).arg(&b).arg(&d)
     })
 }
@@ -181,6 +193,15 @@ fn functions(lib: &'static Lib) {
     }
 }
 
+/// A tensor for each group.
+fn tables(lib: &'static Lib) {
+    for pass in [Fprop, Wgrad] {
+        check(lib, &Case { table: true, ..narrow(pass, &[9, 0, 130, 33], 172, 24, 72) }, 128, 2);
+    }
+    let add = Case { accumulate: true, ..case(Wgrad, &[9, 0, 0, 33], 42, 24, 72) };
+    check(lib, &Case { table: true, ..add }, 256, 2);
+}
+
 /// As many groups as a block sorts, and one more: 7, so that few tiles are enough.
 fn around_the_limit(lib: &'static Lib) {
     for num in [7, 8] {
@@ -203,7 +224,7 @@ fn bad(lib: &'static Lib) {
 
 fn hopper_groups_by_rows() {
     let lib = base(HOPPER_GROUPED_GEMM.emu_text());
-    for f in [rows, many_groups, ends, functions] {
+    for f in [rows, many_groups, ends, functions, tables] {
         f(lib);
     }
     for pass in [Fprop, Dgrad] {
@@ -238,6 +259,6 @@ fn hopper_groups_mutants() {
         &HOPPER_GROUPED_GEMM.emu_text(),
         base,
         ("hopper/sm90_grouped_gemm", "groups"),
-        scenarios![rows, columns, many_groups, ends, functions, around_the_limit, bad],
+        scenarios![rows, columns, many_groups, ends, functions, tables, around_the_limit, bad],
     );
 }
