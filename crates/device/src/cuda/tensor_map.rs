@@ -334,6 +334,13 @@ impl RawTensorMap {
         Ok(out)
     }
 
+    /// The encoded map, for kernels that find maps in device memory. It lies there at a multiple of
+    /// 128 bytes; each thread makes it known to itself by `fence.proxy.tensormap` before it copies
+    /// by it.
+    pub fn to_bytes(&self) -> [u8; 128] {
+        bytemuck::cast(self.0.opaque)
+    }
+
     /// Encodes what was checked; a context is current.
     fn encode(addr: u64, desc: &TensorMapDesc) -> Result<Self> {
         let element = desc.element()?;

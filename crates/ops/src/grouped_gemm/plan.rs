@@ -34,8 +34,9 @@ impl GroupedGemmPlan {
     }
 
     /// As [`GroupedGemmPlan::new`], with products on CUDA devices made by `backend`:
-    /// [`GemmBackend::Hopper`] for the core for sm_90a, which takes bf16 and f16, features that are
-    /// multiples of 8, and [`Weights::Packed`].
+    /// [`GemmBackend::Hopper`] for the core for sm_90a, which takes bf16 and f16, and features that
+    /// are multiples of 8. Its launches with [`Weights::Discrete`] find the tensors by a table, made
+    /// when a list is first seen: a list that is new during a capture is `NotPrepared`.
     ///
     /// # Errors
     /// As [`GroupedDesc::check`].

@@ -1,6 +1,6 @@
 //! Products by the core for sm_90a against the oracle: on a GPU, and on an emulated device.
 
-use tilewire_core::{DType, Rng};
+use tilewire_core::{DType, ErrorKind, Rng};
 use tilewire_device::cuda::CudaContext;
 use tilewire_device::{Buffer, Device, Stream};
 use tilewire_ops::gemm::{AOrder, Activation, BOrder, Epilogue, GemmBackend, GemmDesc, GemmPlan};
@@ -198,7 +198,8 @@ fn products_of_groups_by_the_core() {
                     ..GroupedDesc::new(splits.len(), rows, n, k, dtype)
                 };
                 let (ends, narrow, bare) = (round % 2 == 1, round % 4 > 1, (i + a) % 4 == 0);
-                let form = Form { ends, narrow, bare, core: true, ..Form::default() };
+                let discrete = (i + j + a) % 3 == 1;
+                let form = Form { ends, narrow, discrete, bare, core: true };
                 let p = grouped_gemm::Problem::new(&g, &mut rng, d, &splits, form);
                 let plan = grouped_plan(&g, d);
                 is_right(&g, &p, &plan);
@@ -238,16 +239,34 @@ fn groups_that_the_core_does_not_take() {
         let e = GroupedGemmPlan::with_backend(d, by).unwrap().prepare(&g.stream).unwrap_err();
         assert!(e.is_unsupported() && e.get_hint().is_some() && e.to_string().contains(why), "{e}");
     }
-    // A tensor for each group: known at launch only.
-    let d = d(16, 32);
-    let form = Form { discrete: true, core: true, ..Form::default() };
-    let p = grouped_gemm::Problem::new(&g, &mut rng, d, &[30, 7], form);
-    let e = p.launch(&g, &grouped_plan(&g, d)).err().unwrap();
-    assert!(e.is_unsupported() && e.to_string().contains("each group"), "{e}");
-    let auto = GroupedGemmPlan::new(d).unwrap();
+    let auto = GroupedGemmPlan::new(d(16, 32)).unwrap();
     auto.prepare(&g.stream).unwrap();
     assert!(auto.explain().contains("portable"), "{}", auto.explain());
+    let form = Form { discrete: true, core: true, ..Form::default() };
+    let p = grouped_gemm::Problem::new(&g, &mut rng, d(16, 32), &[30, 7], form);
     is_right(&g, &p, &auto);
+}
+
+/// A list of tensors that no launch has seen cannot be captured; one that a launch has seen can.
+#[test]
+fn lists_of_tensors_are_seen_before_a_capture() {
+    let Some(g) = hopper() else { return };
+    let mut rng = Rng::new(36);
+    let d = GroupedDesc::new(3, 40, 16, 32, DType::BF16);
+    let form = Form { discrete: true, core: true, ..Form::default() };
+    let [p, other] = [0, 1].map(|_| grouped_gemm::Problem::new(&g, &mut rng, d, &[30, 0, 7], form));
+    let plan = grouped_plan(&g, d);
+    is_right(&g, &p, &plan);
+    g.stream.begin_capture().unwrap();
+    let e = other.launch(&g, &plan).err().unwrap();
+    assert_eq!(e.kind(), ErrorKind::NotPrepared, "{e}");
+    assert!(e.get_hint().is_some() && e.to_string().contains("capture"), "{e}");
+    p.launch(&g, &plan).unwrap();
+    let graph = g.stream.end_capture().unwrap().instantiate().unwrap();
+    p.reset();
+    g.stream.replay(&graph).unwrap();
+    g.stream.synchronize().unwrap();
+    p.check();
 }
 
 #[test]
@@ -267,12 +286,13 @@ fn the_core_runs_on_emulated_devices() {
         "hopper::products_of_groups_by_the_core",
         "hopper::replays_of_the_core_follow_the_splits",
         "hopper::groups_that_the_core_does_not_take",
+        "hopper::lists_of_tensors_are_seen_before_a_capture",
     ]);
     let mut run = driver.command(std::env::current_exe().unwrap(), 1);
     // As many multiprocessors as `auto` wants for it.
     let out = run.env("TW_EMU_SMS", "8").args(&words).output().unwrap();
     let text = String::from_utf8_lossy(&out.stdout);
     let text = format!("{text}{}", String::from_utf8_lossy(&out.stderr));
-    assert!(out.status.success() && text.contains("6 passed"), "{text}");
+    assert!(out.status.success() && text.contains("7 passed"), "{text}");
     assert!(!text.contains(WORDS), "{text}");
 }

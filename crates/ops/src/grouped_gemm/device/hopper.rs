@@ -1,12 +1,12 @@
 //! Products of groups on sm_90a by wgmma and TMA (`hopper/sm90_grouped_gemm.cu`): choice of
 //! variants, and launches.
 
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 
-use tilewire_core::{DType, Error, Result};
+use tilewire_core::{DType, Error, ErrorKind, Result};
 use tilewire_device::cuda::{
-    CudaContext, CudaStream, Grid, Kernel, LaunchArgs, MapPromotion, MapSwizzle, RawTensorMap,
-    TensorMapDesc,
+    CudaContext, CudaMemory, CudaStream, Grid, Kernel, LaunchArgs, MapPromotion, MapSwizzle,
+    RawTensorMap, TensorMapDesc,
 };
 use tilewire_kernels::abi::{TwGrouped, TwHopper, TwHopperGrouped};
 use tilewire_kernels::hopper::{
@@ -15,7 +15,7 @@ use tilewire_kernels::hopper::{
 };
 
 use crate::common::counters::Counters;
-use crate::common::cuda::load;
+use crate::common::cuda::{hold, load};
 use crate::gemm::Activation;
 use crate::grouped_gemm::GroupedDesc;
 
@@ -125,6 +125,34 @@ pub(super) struct Hopper {
     kernels: Vec<(Pass, Variant, Kernel)>,
     clusters: u32,
     counters: Arc<Counters>,
+    /// By use, the latest at the end.
+    tables: Mutex<Vec<Arc<Table>>>,
+}
+
+/// Lists of tensors whose maps a plan keeps.
+const MOST_TABLES: usize = 16;
+/// Bytes of a tensor map.
+const MAP_BYTES: usize = 128;
+
+/// The tensor maps of the weights of each group, or of their gradients, and behind them their
+/// addresses.
+struct Table {
+    pass: Pass,
+    /// Of the boxes.
+    rows: usize,
+    list: Vec<u64>,
+    num_maps: usize,
+    memory: CudaMemory,
+}
+
+impl Table {
+    fn maps(&self) -> u64 {
+        if self.num_maps == 0 { 0 } else { self.memory.addr() }
+    }
+
+    fn addresses(&self) -> u64 {
+        self.memory.addr() + (self.num_maps * MAP_BYTES) as u64
+    }
 }
 
 impl Hopper {
@@ -153,7 +181,14 @@ impl Hopper {
                 kernels.push((pass, v, kernel));
             }
         }
-        Ok(Self { ctx: ctx.clone(), desc: *d, kernels, clusters, counters: Counters::of(ctx)? })
+        Ok(Self {
+            ctx: ctx.clone(),
+            desc: *d,
+            kernels,
+            clusters,
+            counters: Counters::of(ctx)?,
+            tables: Mutex::default(),
+        })
     }
 
     /// Returns what is used, for people.
@@ -163,17 +198,14 @@ impl Hopper {
         let [fprop, dgrad, wgrad] = Pass::ALL.map(cols);
         format!(
             "the core for sm_90a ({TILE_M} rows x {fprop}, {dgrad} and {wgrad} columns forward, of \
-             dX and of dW, {} clusters of {CLUSTER} blocks); the portable kernels where there is a \
-             tensor for each group, or an address is no multiple of {ALIGN_BYTES} bytes",
+             dX and of dW, {} clusters of {CLUSTER} blocks); the portable kernels where an \
+             address is no multiple of {ALIGN_BYTES} bytes",
             self.clusters,
         )
     }
 
     /// Returns why it does not make these products; none if it does.
-    pub fn refuses(&self, p: &TwGrouped) -> Option<String> {
-        if p.table != 0 {
-            return Some("weights, or their gradients, are a tensor for each group".to_owned());
-        }
+    fn refuses(&self, p: &TwGrouped, list: &[u64]) -> Option<String> {
         if p.g.aux != 0 && self.desc.activation == Activation::None {
             return Some("it stores no pre-activation where no activation follows".to_owned());
         }
@@ -184,19 +216,31 @@ impl Hopper {
             ("the bias", p.g.bias),
             ("the pre-activation", p.g.aux),
         ];
-        let odd = all.iter().find(|(_, addr)| !addr.is_multiple_of(ALIGN_BYTES as u64));
+        let each = list.iter().map(|addr| ("a tensor of one group", *addr));
+        let odd = all.into_iter().chain(each).find(|(_, a)| !a.is_multiple_of(ALIGN_BYTES as u64));
         odd.map(|(name, _)| format!("{name} does not start at a multiple of {ALIGN_BYTES} bytes"))
     }
 
-    /// Queues products that are not refused: one kernel.
+    /// Queues one kernel, or returns why it does not make these products. `list`: the weights, or
+    /// by wgrad the results, of each group, if they are no packed tensor.
     ///
     /// # Safety
-    /// `p` must be what `sm80_grouped_gemm.cu` takes for this pass of the description; its
-    /// addresses must be mapped on the stream's device until the work has run.
+    /// `p` must be what `sm80_grouped_gemm.cu` takes for this pass of the description, but for the
+    /// list; its addresses, and those of the list, must be mapped on the stream's device until the
+    /// work has run.
     ///
     /// # Errors
-    /// What the driver reports.
-    pub unsafe fn launch(&self, stream: &CudaStream, pass: Pass, p: &TwGrouped) -> Result<()> {
+    /// `NotPrepared` for a list that is new during a capture; what the driver reports.
+    pub unsafe fn launch(
+        &self,
+        stream: &CudaStream,
+        pass: Pass,
+        p: &TwGrouped,
+        list: Option<&[u64]>,
+    ) -> Result<Option<String>> {
+        if let Some(why) = self.refuses(p, list.unwrap_or_default()) {
+            return Ok(Some(why));
+        }
         let adds = p.g.bias != 0 || p.accumulate != 0;
         let fits = |v: &Variant| match v.epilogue {
             Epilogue::Plain => !adds && p.g.aux == 0,
@@ -218,7 +262,7 @@ impl Hopper {
             k: p.g.k,
             flags: p.g.flags,
         };
-        let param = TwHopperGrouped {
+        let mut param = TwHopperGrouped {
             g: product,
             splits: p.splits,
             status: p.status,
@@ -226,7 +270,14 @@ impl Hopper {
             stride: p.stride,
             groups: p.groups,
             pad: 0,
+            maps: 0,
+            addresses: 0,
         };
+        if let Some(list) = list {
+            let table = self.table(stream, (pass, v), list)?;
+            (param.maps, param.addresses) = (table.maps(), table.addresses());
+            hold(stream, table);
+        }
         let [a, b, d] = self.maps(pass, v, p)?;
         let grid = Grid::new(self.num_clusters(pass, v) * CLUSTER, THREADS)
             .shared(v.grouped_shared_bytes())
@@ -234,7 +285,58 @@ impl Hopper {
         let args = LaunchArgs::new().arg(&param).raw_map(&a).raw_map(&b).raw_map(&d);
         // SAFETY: `tw_hopper_grouped` takes (TwHopperGrouped, TwTensorMap, TwTensorMap,
         // TwTensorMap); the caller's contract for what they describe.
-        unsafe { kernel.launch(stream, grid, args) }
+        unsafe { kernel.launch(stream, grid, args) }?;
+        Ok(None)
+    }
+
+    /// The tensor maps of a list of tensors, which are made when it is first seen and never change:
+    /// every stream, and every graph, may use them.
+    fn table(
+        &self,
+        stream: &CudaStream,
+        (pass, v): (Pass, &Variant),
+        list: &[u64],
+    ) -> Result<Arc<Table>> {
+        let mut all = self.tables.lock().unwrap_or_else(PoisonError::into_inner);
+        let rows = v.b_rows();
+        let known = |t: &Arc<Table>| (t.pass, t.rows) == (pass, rows) && t.list == list;
+        if let Some(at) = all.iter().position(known) {
+            let table = all.remove(at);
+            all.push(table.clone());
+            return Ok(table);
+        }
+        if stream.key().is_captured() {
+            return Err(Error::new(
+                ErrorKind::NotPrepared,
+                "a list of tensors, one for each group, is new during a capture",
+            )
+            .hint("launch once with these tensors before the capture, or pack them into one"));
+        }
+        let table = Arc::new(self.new_table((pass, v), list)?);
+        if all.len() >= MOST_TABLES {
+            // The one that was not used for longest; launches and graphs hold what they use.
+            drop(all.remove(0));
+        }
+        all.push(table.clone());
+        Ok(table)
+    }
+
+    fn new_table(&self, (pass, v): (Pass, &Variant), list: &[u64]) -> Result<Table> {
+        let d = &self.desc;
+        let rows = v.b_rows();
+        let own = match pass {
+            Pass::Wgrad => planes(d.grad, [1, d.n, d.k], STORE_ROWS),
+            _ => planes(d.dtype, [1, d.n, d.k], rows),
+        };
+        // Gradients of f32 are stored without a map.
+        let num_maps = if pass == Pass::Wgrad && v.out_f32 { 0 } else { list.len() };
+        let mut bytes = Vec::with_capacity(num_maps * MAP_BYTES + 8 * list.len());
+        for addr in &list[..num_maps] {
+            bytes.extend(RawTensorMap::at(&self.ctx, *addr, usize::MAX, &own)?.to_bytes());
+        }
+        bytes.extend(list.iter().flat_map(|addr| addr.to_ne_bytes()));
+        let memory = CudaMemory::from_bytes(&self.ctx, &bytes)?;
+        Ok(Table { pass, rows, list: list.to_vec(), num_maps, memory })
     }
 
     /// As many clusters as there may be pairs of tiles, whatever the splits, up to all.

@@ -95,11 +95,21 @@ struct Pass<'a> {
     core: Option<hopper::Pass>,
     kernel: &'a Kernel,
     tile: Tile,
+    /// Without the address of `matrices`.
     g: TwGemm,
     blocks: usize,
     mask: u64,
-    /// The table, or 0 for packed weights.
-    table: u64,
+    matrices: Matrices<'a>,
+}
+
+/// The tensors of which each group has its own.
+#[derive(Clone, Copy)]
+enum Matrices<'a> {
+    None,
+    /// Weights, the second operand.
+    B(&'a Weights),
+    /// Gradients of weights, the results.
+    D(&'a Weights),
 }
 
 impl Prepared {
@@ -256,11 +266,10 @@ impl Run<'_> {
 
     pub fn fprop(&self, stream: &CudaStream, t: &GroupedFprop) -> Result<()> {
         let d = &self.desc;
-        let (b, table) = self.operands(stream, &t.w)?;
         let bias = Bias::of(t.bias.as_ref())?;
         let g = TwGemm {
             a: self.operand(stream, &t.x, |w| &w.x)?,
-            b,
+            b: 0,
             d: addr(&t.out)?,
             bias: bias.addr,
             lda: d.k as i64,
@@ -279,17 +288,16 @@ impl Run<'_> {
         };
         let blocks = self.row_blocks(d.n);
         let core = Some(hopper::Pass::Fprop);
-        let pass =
-            Pass { core, kernel: &self.nt.kernel, tile: self.tile, g, blocks, mask: 0, table };
+        let (kernel, matrices) = (&self.nt.kernel, Matrices::B(&t.w));
+        let pass = Pass { core, kernel, tile: self.tile, g, blocks, mask: 0, matrices };
         self.launch(stream, &t.splits, &pass, t.clone())
     }
 
     pub fn dgrad(&self, stream: &CudaStream, t: &GroupedDgrad) -> Result<()> {
         let d = &self.desc;
-        let (b, table) = self.operands(stream, &t.w)?;
         let g = TwGemm {
             a: self.operand(stream, &t.dy, |w| &w.dy)?,
-            b,
+            b: 0,
             d: addr(&t.dx)?,
             bias: 0,
             lda: d.n as i64,
@@ -304,18 +312,17 @@ impl Run<'_> {
         };
         let blocks = self.row_blocks(d.k);
         let core = Some(hopper::Pass::Dgrad);
-        let pass =
-            Pass { core, kernel: &self.nn.kernel, tile: self.tile, g, blocks, mask: 0, table };
+        let (kernel, matrices) = (&self.nn.kernel, Matrices::B(&t.w));
+        let pass = Pass { core, kernel, tile: self.tile, g, blocks, mask: 0, matrices };
         self.launch(stream, &t.splits, &pass, t.clone())
     }
 
     pub fn wgrad(&self, stream: &CudaStream, t: &GroupedWgrad) -> Result<()> {
         let d = &self.desc;
-        let (dw, table) = self.weights(stream, &t.dw)?;
         let g = TwGemm {
             a: self.operand(stream, &t.dy, |w| &w.dy)?,
             b: self.operand(stream, &t.x, |w| &w.x)?,
-            d: dw,
+            d: 0,
             bias: 0,
             lda: d.n as i64,
             ldb: d.k as i64,
@@ -330,13 +337,14 @@ impl Run<'_> {
         let blocks = d.groups * (d.n.div_ceil(self.tile.m) * d.k.div_ceil(self.tile.n)).max(1);
         let mask = addr(t.mask.as_ref())?;
         let core = Some(hopper::Pass::Wgrad);
-        let pass = Pass { core, kernel: &self.tn.kernel, tile: self.tile, g, blocks, mask, table };
+        let (kernel, matrices) = (&self.tn.kernel, Matrices::D(&t.dw));
+        let pass = Pass { core, kernel, tile: self.tile, g, blocks, mask, matrices };
         self.launch(stream, &t.splits, &pass, t.clone())?;
         let Some(dbias) = &t.dbias else { return Ok(()) };
         let g = TwGemm { b: 0, d: addr(dbias)?, n: d.n as u32, flags: out_code(d.dtype)?, ..g };
         let blocks = d.groups * d.n.div_ceil(SUMS.n).max(1);
-        let pass =
-            Pass { core: None, kernel: &self.dbias, tile: SUMS, g, blocks, mask: 0, table: 0 };
+        let (kernel, matrices) = (&self.dbias, Matrices::None);
+        let pass = Pass { core: None, kernel, tile: SUMS, g, blocks, mask: 0, matrices };
         self.launch(stream, &t.splits, &pass, t.clone())
     }
 
@@ -361,8 +369,35 @@ impl Run<'_> {
         };
         let blocks = d.capacity.min(DACT_BLOCKS);
         let tile = Tile { shared_bytes: 0, ..TILE };
-        let pass = Pass { core: None, kernel: &self.dact, tile, g, blocks, mask: 0, table: 0 };
+        let (kernel, matrices) = (&self.dact, Matrices::None);
+        let pass = Pass { core: None, kernel, tile, g, blocks, mask: 0, matrices };
         self.launch(stream, splits, &pass, (splits.clone(), dy.clone(), aux.clone(), dz.clone()))
+    }
+
+    /// Queues a pass of the core, whose tensors are held; if it refuses them, why.
+    fn by_core(
+        stream: &CudaStream,
+        (core, pass): (&Hopper, hopper::Pass),
+        matrices: Matrices<'_>,
+        mut p: TwGrouped,
+    ) -> Result<Option<String>> {
+        let list = match matrices {
+            Matrices::None => return Err(Error::internal("a pass of the core has no weights")),
+            Matrices::B(Weights::Packed(w)) => {
+                p.g.b = addr(&w.data)?;
+                None
+            }
+            Matrices::D(Weights::Packed(w)) => {
+                p.g.d = addr(&w.data)?;
+                None
+            }
+            Matrices::B(Weights::Discrete(list)) | Matrices::D(Weights::Discrete(list)) => {
+                Some(list.iter().map(|w| addr(&w.data)).collect::<Result<Vec<u64>>>()?)
+            }
+        };
+        // SAFETY: `p` describes tensors that were checked against the description, lie on this
+        // device, and are held; so are those of the list.
+        unsafe { core.launch(stream, pass, &p, list.as_deref()) }
     }
 
     fn tail(&self) -> u32 {
@@ -377,7 +412,7 @@ impl Run<'_> {
         pass: &Pass<'_>,
         held: T,
     ) -> Result<()> {
-        let p = TwGrouped {
+        let mut p = TwGrouped {
             g: TwGemm { flags: pass.g.flags | split_flags(splits), ..pass.g },
             splits: addr(&splits.values)?,
             status: addr(&self.status)?,
@@ -385,22 +420,27 @@ impl Run<'_> {
             stride: (self.desc.n * self.desc.k) as i64,
             groups: self.desc.groups as u32,
             pad: 0,
-            table: pass.table,
+            table: 0,
         };
-        // The workspace again: of many groups it was filled by many kernels, and what is held
-        // before those may be let go before this one.
-        hold(stream, (held, self.status.clone(), self.space.clone()));
-        if let (Ok(hopper), Some(core)) = (&self.hopper, pass.core) {
-            match hopper.refuses(&p) {
-                // SAFETY: `p` describes tensors that were checked against the description, lie on
-                // this device, and are held.
-                None => return unsafe { hopper.launch(stream, core, &p) },
+        let held = Arc::new((held, self.status.clone(), self.space.clone()));
+        if let (Ok(core), Some(of)) = (&self.hopper, pass.core) {
+            hold(stream, held.clone());
+            match Self::by_core(stream, (core, of), pass.matrices, p)? {
+                None => return Ok(()),
                 Some(why) if self.backend == GemmBackend::Hopper => {
                     return Err(not_made_by(CORE, &why));
                 }
                 Some(_) => {}
             }
         }
+        match pass.matrices {
+            Matrices::None => {}
+            Matrices::B(w) => (p.g.b, p.table) = self.operands(stream, w)?,
+            Matrices::D(w) => (p.g.d, p.table) = self.weights(stream, w)?,
+        }
+        // Behind the kernels that fill the workspace: of many groups they are many, and what is
+        // held before those may be let go before this one.
+        hold(stream, held);
         let args = LaunchArgs::new().arg(&p);
         // SAFETY: every kernel of the unit takes one `TwGrouped` by value; the tensors were checked
         // against the description, lie on this device, and are held.
