@@ -81,7 +81,7 @@ impl<'a> Run<'a> {
             yield_permille: 200,
             tick_ns: 10,
             max_steps: 5_000_000,
-            // For a loop that calls nothing: others end by their steps, however slow the machine is.
+            // For a loop that calls nothing: others end by their steps, on slow machines too.
             deadline_ms: 180_000,
         }
     }

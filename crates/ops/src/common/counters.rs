@@ -33,7 +33,7 @@ impl<K> Drop for Taken<K> {
     }
 }
 
-/// Whose the counters are, by keys that are never another stream's.
+/// The owners of counters, by keys that are never another stream's.
 struct Owners<K> {
     streams: Vec<(K, usize)>,
     captured: Vec<(K, Weak<Taken<K>>)>,

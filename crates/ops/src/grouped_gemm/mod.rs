@@ -16,6 +16,7 @@
 //! | | |
 //! |---|---|
 //! | kernel | `kernels/src/grouped_gemm/sm80_grouped_gemm.cu` |
+//! | kernel for sm_90a | `kernels/src/hopper/sm90_grouped_gemm.cu` |
 //! | oracle | `crates/oracle/src/grouped_gemm.rs` |
 //! | cases | `crates/cli/src/verify/grouped.rs` |
 //! | page | `docs/protocols/grouped_gemm.md` |

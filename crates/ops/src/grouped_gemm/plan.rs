@@ -35,8 +35,8 @@ impl GroupedGemmPlan {
 
     /// As [`GroupedGemmPlan::new`], with products on CUDA devices made by `backend`:
     /// [`GemmBackend::Hopper`] for the core for sm_90a, which takes bf16 and f16, and features that
-    /// are multiples of 8. Its launches with [`Weights::Discrete`] find the tensors by a table, made
-    /// when a list is first seen: a list that is new during a capture is `NotPrepared`.
+    /// are multiples of 8. Its launches with [`Weights::Discrete`] find the tensors by a table that
+    /// is made when a list is first seen: a list that is new during a capture is `NotPrepared`.
     ///
     /// # Errors
     /// As [`GroupedDesc::check`].
@@ -73,7 +73,8 @@ impl GroupedGemmPlan {
     ///
     /// # Errors
     /// `InvalidArgument` during capture, or if the plan is prepared for another device;
-    /// `Unsupported` for what no CUDA kernel does, or not the backend that was asked for; `Unavailable` without a compiler.
+    /// `Unsupported` for what no CUDA kernel does, or not the backend that was asked for;
+    /// `Unavailable` without a compiler.
     pub fn prepare(&self, stream: &Stream) -> Result<()> {
         let make = |ctx: &_| device::Prepared::new(ctx, &self.desc, self.backend);
         let ready =
