@@ -160,6 +160,8 @@ void emu_cluster_sync();
 // a word there before.
 void emu_peer_arrive(unsigned long long* bar, unsigned rank);
 void emu_peer_store(unsigned* word, unsigned rank, unsigned value);
+// Bytes that are read some time, and change nothing.
+void emu_bulk_prefetch(const void* p, unsigned bytes);
 // A map in memory is known to this thread from here on.
 void emu_tensor_acquire(const void* map);
 // Boxes of tensors: a load into the blocks of the cluster whose bits are set, a store, a sum.

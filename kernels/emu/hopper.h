@@ -254,6 +254,14 @@ void emu_peer_store(unsigned* word, unsigned rank, unsigned value) {
     *(unsigned*)place(f, peer(f, rank), word) = value;
 }
 
+void emu_bulk_prefetch(const void* p, unsigned bytes) {
+    Fiber* f = self();
+    Inside inside(f);
+    if (bytes == 0 || bytes % 16 != 0) die(f, "a prefetch of a number of bytes that is no multiple of 16");
+    check(f, "bulk.prefetch", p, 16);
+    check(f, "bulk.prefetch", (const char*)p + bytes - 16, 16);
+}
+
 void emu_tensor_acquire(const void* map) {
     Fiber* f = self();
     Inside inside(f);

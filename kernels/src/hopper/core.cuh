@@ -138,6 +138,25 @@ template <bool MN, u32 EXTENT> struct TwPieces {
     }
 };
 
+// Brings the rows and columns of a tile of elements of D's type to L2.
+__device__ __forceinline__ void tw_prefetch(const void* p, i64 ld, u32 row, u32 col, u32 rows, u32 cols) {
+    const u32 size = TW_HG_OUT == 2 ? 4 : 2, bytes = min((u32)TW_HG_WIDTH, max(cols, col) - col) * size / 16 * 16;
+    const u8* at = (const u8*)p + (row * ld + col) * size;
+    if ((u64)p % 16 != 0 || ld * size % 16 != 0 || bytes == 0) return;
+#pragma unroll 1
+    for (u32 left = min((u32)TW_HG_M, max(rows, row) - row); left > 0; left--, at += ld * size) bulk_prefetch_l2(at, bytes);
+}
+
+// What the epilogue of a tile reads, under the tile's last products: else the multipliers would wait
+// for memory.
+template <class Tiles> __device__ __forceinline__ void tw_prefetch_epilogue(const Tiles& tiles) {
+    const TwHopper& g = tiles.product();
+    const u32 row = tiles.row(), col = tiles.col();
+    if (TW_HG_EPI == TW_LINEAR && (g.flags & TW_ACCUMULATE)) tw_prefetch(g.d, g.ldd, row, col, g.m, g.n);
+    if (TW_HG_EPI == TW_HG_DGELU || TW_HG_EPI == TW_HG_DSWIGLU) tw_prefetch(g.aux, g.ldaux, row, col, g.m, g.n);
+    if (TW_HG_EPI == TW_HG_DSWIGLU && g.n % 8 == 0) tw_prefetch((const u16*)g.aux + g.n, g.ldaux, row, col, g.m, g.n);
+}
+
 // The loader: one thread. `Tiles` says which tiles there are and where their operands and results
 // lie: TwDense below, TwGroups of grouped.cuh.
 template <class Tiles> __device__ __forceinline__ void tw_load_tiles(Tiles& tiles, bool counted) {
@@ -150,6 +169,7 @@ template <class Tiles> __device__ __forceinline__ void tw_load_tiles(Tiles& tile
         tiles.go(t, rank);
         tiles.acquire_b();
         for (u32 i = 0; i < tiles.steps(); i++) {
+            if (i + TW_HG_AHEAD == max(tiles.steps(), (u32)TW_HG_AHEAD)) tw_prefetch_epilogue(tiles);
             s.wait_empty();
             u64* full = s.full + s.stage;
             mbarrier_arrive_expect_tx(full, TW_HG_A_BYTES + TW_HG_B_BYTES);

@@ -70,6 +70,11 @@ __device__ __forceinline__ void bulk_wait_group() {
     asm volatile("cp.async.bulk.wait_group %0;" ::"n"(N) : "memory");
 }
 
+// Brings `bytes` of global memory to L2, some time: both multiples of 16.
+__device__ __forceinline__ void bulk_prefetch_l2(const void* p, u32 bytes) {
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(p), "r"(bytes) : "memory");
+}
+
 // Orders this thread's earlier loads, stores and signals before the bulk copies that it issues
 // next.
 __device__ __forceinline__ void fence_proxy_async() {

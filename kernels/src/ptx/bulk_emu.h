@@ -51,6 +51,10 @@ __device__ __forceinline__ void bulk_wait_group() {
     emu_bulk_wait(N, true);
 }
 
+__device__ __forceinline__ void bulk_prefetch_l2(const void* p, u32 bytes) {
+    emu_bulk_prefetch(p, bytes);
+}
+
 // What this thread did to memory by loads, stores and signals is ordered before the bulk copies
 // that it issues next.
 __device__ __forceinline__ void fence_proxy_async() {
