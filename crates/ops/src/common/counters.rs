@@ -64,6 +64,11 @@ impl Counters {
         Ok(new)
     }
 
+    /// Returns where the counters lie: memory that is always there.
+    pub fn addr(&self) -> u64 {
+        self.memory.addr()
+    }
+
     /// Returns the address of a counter for the launch that is queued next on `stream`; 0 if none
     /// is left.
     pub fn next(&self, stream: &CudaStream) -> u64 {

@@ -376,9 +376,14 @@ impl Hopper {
         };
         // A D of f32 is not described: any map will do.
         let (of_d, at_d) = if v.out_f32 { (of_a, p.g.a) } else { (of_d, p.g.d) };
-        // What lies there the caller answers for, as for every address of a launch.
+        // What lies there the caller answers for, as for every address of a launch. A tensor
+        // without elements may be nowhere, which no map describes: nothing of it is read.
+        let at = |addr: u64| if addr == 0 { self.counters.addr() } else { addr };
         let any = usize::MAX;
-        RawTensorMap::all(&self.ctx, [(p.g.a, any, &of_a), (p.g.b, any, &of_b), (at_d, any, &of_d)])
+        RawTensorMap::all(
+            &self.ctx,
+            [(at(p.g.a), any, &of_a), (at(p.g.b), any, &of_b), (at(at_d), any, &of_d)],
+        )
     }
 }
 
