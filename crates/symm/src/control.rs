@@ -15,10 +15,10 @@
 
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
-use rustix::thread::futex;
 use tilewire_core::{Error, ErrorKind, Rank, Result};
 
 use crate::map::{Mapping, PAGE};
+use crate::protocol;
 use crate::recorder::RECORDER_BYTES;
 
 /// Signal slots of a team.
@@ -157,28 +157,12 @@ impl Control {
     /// Wakes the threads that sleep on `page`'s bell.
     pub fn ring(&self, page: Rank) {
         let (bell, sleepers) = self.bell(page);
-        // SeqCst on both sides (Dekker): either we see the sleeper, or it sees the new bell.
-        bell.fetch_add(1, Ordering::SeqCst);
-        if sleepers.load(Ordering::SeqCst) > 0 {
-            // Not FUTEX_PRIVATE: the sleeper may be another process. A failed wake costs the
-            // sleeper one time slice, no more.
-            let _woken = futex::wake(bell, futex::Flags::empty(), u32::MAX);
-        }
+        protocol::ring(bell, sleepers);
     }
 
     /// Sleeps until my bell rings, `still()` turns false, or `limit` passes.
-    pub fn sleep(&self, me: Rank, limit: std::time::Duration, mut still: impl FnMut() -> bool) {
+    pub fn sleep(&self, me: Rank, limit: std::time::Duration, still: impl FnOnce() -> bool) {
         let (bell, sleepers) = self.bell(me);
-        sleepers.fetch_add(1, Ordering::SeqCst);
-        let seen = bell.load(Ordering::SeqCst);
-        if still() {
-            let ts = futex::Timespec {
-                tv_sec: limit.as_secs() as i64,
-                tv_nsec: i64::from(limit.subsec_nanos()),
-            };
-            // Every outcome (woken, timed out, bell already changed) leads to another look.
-            let _outcome = futex::wait(bell, futex::Flags::empty(), seen, Some(&ts));
-        }
-        sleepers.fetch_sub(1, Ordering::SeqCst);
+        protocol::sleep(bell, sleepers, limit, still);
     }
 }

@@ -15,8 +15,16 @@
 //!   inboxes.
 //! - **Abort**: each rank has one slot on each page; the slot holds the generation it is meant
 //!   for, so that an abort of an earlier generation is ignored.
+//! - **Bell**: a rank that has polled for a while sleeps; who has published something for it rings.
+//! - **Record**: entries and notes that their owner overwrites while others read them.
+
+mod bell;
+mod record;
 
 use std::sync::atomic::{AtomicU64, Ordering};
+
+pub use self::bell::{Futex, ring, sleep};
+pub use self::record::{entry_or_note, note, noted, publish, snapshot};
 
 /// An atomic 64-bit word.
 pub trait Word {
@@ -37,6 +45,8 @@ pub trait Word {
         success: Ordering,
         failure: Ordering,
     ) -> Result<u64, u64>;
+    /// Orders all accesses of this thread, whatever their word: `std::sync::atomic::fence`.
+    fn fence(&self, order: Ordering);
 }
 
 impl Word for AtomicU64 {
@@ -61,6 +71,10 @@ impl Word for AtomicU64 {
         failure: Ordering,
     ) -> Result<u64, u64> {
         self.compare_exchange(current, new, success, failure)
+    }
+    #[inline]
+    fn fence(&self, order: Ordering) {
+        std::sync::atomic::fence(order);
     }
 }
 
@@ -132,6 +146,58 @@ pub fn turn<T, E>(
     }
     let why = must_end()?;
     Some(ready().ok_or(why))
+}
+
+/// Polls of a wait before it sleeps.
+#[derive(Clone, Copy, Debug)]
+pub struct Pace {
+    /// Looks in a row, with nothing between them but a hint to the processor.
+    pub spins: u32,
+    /// Looks after them, with the processor given to others in between.
+    pub yields: u32,
+}
+
+impl Pace {
+    /// The pace of the host backend.
+    pub const HOST: Self = Self { spins: 64, yields: 16 };
+}
+
+/// Polls until `ready` returns a value, or `must_end` a reason to stop.
+///
+/// After the polls of `pace` it sleeps by `sleep`, which is [`sleep`] on the bell of this rank, or
+/// returns at once: whatever rings the bell has published it before, and the last look before a
+/// sleep is at both, so that neither a value nor a reason is missed by a sleeper.
+pub fn poll<T, E>(
+    pace: Pace,
+    mut ready: impl FnMut() -> Option<T>,
+    mut must_end: impl FnMut() -> Option<E>,
+    mut sleep: impl FnMut(&mut dyn FnMut() -> bool),
+) -> Result<T, E> {
+    for polls in 0..pace.spins.saturating_add(pace.yields) {
+        if let Some(v) = ready() {
+            return Ok(v);
+        }
+        match polls < pace.spins {
+            true => std::hint::spin_loop(),
+            false => std::thread::yield_now(),
+        }
+        // Asked once before the first sleep: reasons are rare, and cost more than a look.
+        if polls + 1 == pace.spins
+            && let Some(end) = turn(&mut ready, &mut must_end)
+        {
+            return end;
+        }
+    }
+    loop {
+        let mut end = None;
+        sleep(&mut || {
+            end = turn(&mut ready, &mut must_end);
+            end.is_none()
+        });
+        if let Some(end) = end {
+            return end;
+        }
+    }
 }
 
 /// Reason of an abort: the deadline of a wait for `about`.

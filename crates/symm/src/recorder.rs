@@ -3,16 +3,21 @@
 //! Lives in the control page. An entry is 24 words; the sequence number is written last
 //! (release) and read first (acquire), so a reader never sees a half-written entry as valid.
 
-use std::sync::atomic::{Ordering, fence};
+use std::sync::atomic::Ordering;
 
 use serde::{Deserialize, Serialize};
 use tilewire_core::Rank;
 
 use crate::control::Control;
+use crate::protocol;
 
 /// Entries kept per rank.
 pub(crate) const NUM_ENTRIES: usize = 2048;
 const ENTRY_WORDS: usize = 24;
+/// Words of an entry; word 0 is its number.
+const KIND: usize = 1;
+const STATE: usize = 2;
+const FINGERPRINT: usize = 3;
 const TEXT_WORD: usize = 8;
 const TEXT_BYTES: usize = (ENTRY_WORDS - TEXT_WORD) * 8;
 pub(crate) const RECORDER_BYTES: usize = NUM_ENTRIES * ENTRY_WORDS * 8;
@@ -117,30 +122,19 @@ pub(crate) fn last(ctl: &Control, rank: Rank) -> u64 {
 
 /// Writes an entry into my page.
 pub(crate) fn write(ctl: &Control, me: Rank, seq: u64, kind: EntryKind, fp: u64, text: &str) {
-    let at = base(seq);
-    let put = |i: usize, v: u64| ctl.recorder_word(me, at + 8 * i).store(v, Ordering::Relaxed);
-    // A reader that finds 0 or another number here ignores the entry.
-    ctl.recorder_word(me, at).store(0, Ordering::Relaxed);
-    // Orders the stores below behind that one.
-    fence(Ordering::Release);
-    put(
-        1,
-        match kind {
-            EntryKind::Prepare => 1,
-            EntryKind::Launch => 2,
-        },
-    );
-    put(2, 0);
-    put(3, fp);
+    let mut body = [0; ENTRY_WORDS - 1];
+    body[KIND - 1] = match kind {
+        EntryKind::Prepare => 1,
+        EntryKind::Launch => 2,
+    };
+    body[FINGERPRINT - 1] = fp;
     let text = cut(text, TEXT_BYTES).as_bytes();
-    for i in 0..ENTRY_WORDS - TEXT_WORD {
-        let mut word = [0; 8];
-        let part = text.get(8 * i..).unwrap_or_default();
-        let n = part.len().min(8);
-        word[..n].copy_from_slice(&part[..n]);
-        put(TEXT_WORD + i, u64::from_le_bytes(word));
+    for (word, part) in body[TEXT_WORD - 1..].iter_mut().zip(text.chunks(8)) {
+        let mut bytes = [0; 8];
+        bytes[..part.len()].copy_from_slice(part);
+        *word = u64::from_le_bytes(bytes);
     }
-    ctl.recorder_word(me, at).store(seq, Ordering::Release);
+    protocol::publish(|i| ctl.recorder_word(me, base(seq) + 8 * i), seq, &body);
 }
 
 /// Records the state of an entry of my page.
@@ -152,28 +146,20 @@ pub(crate) fn set_state(ctl: &Control, me: Rank, seq: u64, state: EntryState) {
             EntryState::Done => 2,
             EntryState::Failed => 3,
         };
-        ctl.recorder_word(me, base(seq) + 16).store(v, Ordering::Relaxed);
+        ctl.recorder_word(me, base(seq) + 8 * STATE).store(v, Ordering::Relaxed);
     }
 }
 
 /// Returns the entry `seq` of `rank`'s page, unless it is not written yet or overwritten already.
 pub(crate) fn read(ctl: &Control, rank: Rank, seq: u64) -> Option<Entry> {
-    let at = base(seq);
-    let get = |i: usize| ctl.recorder_word(rank, at + 8 * i).load(Ordering::Relaxed);
-    if seq == 0 || ctl.recorder_word(rank, at).load(Ordering::Acquire) != seq {
+    let mut body = [0; ENTRY_WORDS - 1];
+    let word = |i| ctl.recorder_word(rank, base(seq) + 8 * i);
+    if seq == 0 || !protocol::snapshot(word, seq, &mut body) {
         return None;
     }
-    let (kind, state, fingerprint) = (get(1), get(2), get(3));
-    let mut text = Vec::with_capacity(TEXT_BYTES);
-    for i in TEXT_WORD..ENTRY_WORDS {
-        text.extend_from_slice(&get(i).to_le_bytes());
-    }
+    let (kind, state) = (body[KIND - 1], body[STATE - 1]);
+    let mut text: Vec<u8> = body[TEXT_WORD - 1..].iter().flat_map(|w| w.to_le_bytes()).collect();
     text.truncate(text.iter().rposition(|&b| b != 0).map_or(0, |p| p + 1));
-    // Overwritten while we read it? The fence keeps the loads above before this one.
-    fence(Ordering::Acquire);
-    if ctl.recorder_word(rank, at).load(Ordering::Relaxed) != seq {
-        return None;
-    }
     Some(Entry {
         seq,
         kind: if kind == 1 { EntryKind::Prepare } else { EntryKind::Launch },
@@ -183,36 +169,20 @@ pub(crate) fn read(ctl: &Control, rank: Rank, seq: u64) -> Option<Entry> {
             2 => EntryState::Done,
             _ => EntryState::Failed,
         },
-        fingerprint,
+        fingerprint: body[FINGERPRINT - 1],
         text: String::from_utf8_lossy(&text).into_owned(),
     })
 }
 
-/// Notes a prepare where later launches cannot overwrite it.
-///
-/// Two are kept: a rank that has passed prepare k may record k + 1 before I have looked at k, but
-/// not k + 2, because that needs my k + 1, which I record after I have seen k.
+/// Notes a prepare where later launches cannot overwrite it. The last two are kept.
 pub(crate) fn write_prepare(ctl: &Control, me: Rank, seq: u64, fp: u64) {
-    let word = |i| ctl.prepare_word(me, i);
-    let older =
-        if word(0).load(Ordering::Relaxed) <= word(2).load(Ordering::Relaxed) { 0 } else { 2 };
-    // Readers ignore the entry while it changes.
-    word(older).store(0, Ordering::Relaxed);
-    fence(Ordering::Release);
-    word(older + 1).store(fp, Ordering::Relaxed);
-    word(older).store(seq, Ordering::Release);
+    protocol::note(|i| ctl.prepare_word(me, i), seq, fp);
 }
 
 /// Returns the entry of `rank` at `seq`. If later launches have overwritten it, returns the record
 /// of the prepare `seq`, if that is one of the last two.
-///
-/// A prepare is recorded after its entry is written. So if the record exists and the entry was not
-/// found, the entry may have been written in between: this reads it once more, after the record.
 pub(crate) fn read_or_prepare(ctl: &Control, rank: Rank, seq: u64) -> Option<Entry> {
-    read(ctl, rank, seq).or_else(|| {
-        let noted = read_prepare(ctl, rank, seq)?;
-        Some(read(ctl, rank, seq).unwrap_or(noted))
-    })
+    protocol::entry_or_note(|| read(ctl, rank, seq), || read_prepare(ctl, rank, seq))
 }
 
 /// Reads as [`read_or_prepare`], where an entry of `kind` is expected. Launches that are compared
@@ -232,13 +202,12 @@ const FORGOTTEN: &str = "(a meeting whose words are no longer recorded)";
 
 /// Returns prepare number `seq` of `rank`, if it is one of its last two.
 fn read_prepare(ctl: &Control, rank: Rank, seq: u64) -> Option<Entry> {
-    let word = |i| ctl.prepare_word(rank, i);
-    let at = [0, 2].into_iter().find(|&i| word(i).load(Ordering::Acquire) == seq)?;
+    let fingerprint = protocol::noted(|i| ctl.prepare_word(rank, i), seq)?;
     Some(Entry {
         seq,
         kind: EntryKind::Prepare,
         state: EntryState::Done,
-        fingerprint: word(at + 1).load(Ordering::Relaxed),
+        fingerprint,
         text: FORGOTTEN.to_owned(),
     })
 }

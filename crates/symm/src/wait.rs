@@ -1,17 +1,21 @@
 //! Waits of the host backend: polling, and the reasons to stop.
 
+use std::cell::RefCell;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use tilewire_core::{Deadline, Error, ErrorKind, Rank, Result};
 
 use crate::protocol::{
-    ASKED_FOR, AbortCode, DEAD, DEAD_OUTSIDE, DISAGREES, OTHER_ERROR, TIMED_OUT, TIMED_OUT_OUTSIDE,
-    turn,
+    ASKED_FOR, AbortCode, DEAD, DEAD_OUTSIDE, DISAGREES, OTHER_ERROR, Pace, TIMED_OUT,
+    TIMED_OUT_OUTSIDE, poll,
 };
 use crate::recorder::{self, EntryState, Fingerprint};
 use crate::silence::Watch;
 use crate::team::LiveTeam;
+
+/// The longest sleep: deadlines and the deaths of peers that ring nobody's bell are looked at so often.
+const SLICE: Duration = Duration::from_millis(20);
 
 /// The context of a wait, for its error.
 #[derive(Clone, Copy)]
@@ -28,56 +32,36 @@ impl LiveTeam {
     pub(crate) fn wait_until<T>(
         &self,
         ctx: &WaitCtx<'_>,
-        mut ready: impl FnMut() -> Option<T>,
+        ready: impl FnMut() -> Option<T>,
         seen: impl Fn() -> u64,
     ) -> Result<T> {
         let deadline = Deadline::after(self.0.cfg.timeout);
+        let watch = RefCell::new(None);
         let mut warned = false;
-        let mut watch = None;
-        for polls in 0u64.. {
-            if let Some(v) = ready() {
-                return Ok(v);
+        let must_end = || self.must_end(ctx, (&deadline, watch.borrow().as_ref()), &seen);
+        let sleep = |still: &mut dyn FnMut() -> bool| {
+            self.0.ctl.sleep(self.rank(), SLICE, still);
+            // Only a wait that sleeps: a short one is over before anybody asks about it.
+            watch.borrow_mut().get_or_insert_with(|| Watch::new(self, Some(ctx.peer))).look(self);
+            if !warned && deadline.elapsed() > self.0.cfg.late_warning {
+                warned = true;
+                self.warn_late(ctx, deadline.elapsed());
             }
-            match polls {
-                0..64 => std::hint::spin_loop(),
-                64..80 => std::thread::yield_now(),
-                _ => {
-                    let mut got = None;
-                    // A lost wake-up costs one slice, so the slice bounds every latency.
-                    self.0.ctl.sleep(self.rank(), Duration::from_millis(20), || {
-                        got = ready();
-                        got.is_none() && !self.0.fault.is_set()
-                    });
-                    if let Some(v) = got {
-                        return Ok(v);
-                    }
-                }
-            }
-            if polls >= 80 {
-                // Before that the wait is a short one, and nobody asks about it.
-                watch.get_or_insert_with(|| Watch::new(self, Some(ctx.peer))).look(self);
-            }
-            if polls % 64 == 63 || polls >= 80 {
-                let must_end = || self.must_end(ctx, (&deadline, watch.as_ref()), &seen);
-                if let Some(end) = turn(&mut ready, must_end) {
-                    return end;
-                }
-                if !warned && deadline.elapsed() > self.0.cfg.late_warning {
-                    warned = true;
-                    log::warn!(
-                        "{} [{}]: {} has waited {:.0} s for {} (team {}, seq {})",
-                        ctx.op,
-                        ctx.phase,
-                        self.named(self.rank()),
-                        deadline.elapsed().as_secs_f64(),
-                        self.named(ctx.peer),
-                        self.name(),
-                        ctx.seq
-                    );
-                }
-            }
-        }
-        Err(Error::internal("unreachable: 2^64 polls"))
+        };
+        poll(Pace::HOST, ready, must_end, sleep)
+    }
+
+    fn warn_late(&self, ctx: &WaitCtx<'_>, waited: Duration) {
+        log::warn!(
+            "{} [{}]: {} has waited {:.0} s for {} (team {}, seq {})",
+            ctx.op,
+            ctx.phase,
+            self.named(self.rank()),
+            waited.as_secs_f64(),
+            self.named(ctx.peer),
+            self.name(),
+            ctx.seq
+        );
     }
 
     /// Returns the text for the log about a long wait for a device: the ranks that have made fewer

@@ -38,6 +38,9 @@ impl Word for W {
     ) -> Result<u64, u64> {
         self.0.compare_exchange(current, new, success, failure)
     }
+
+    /// Shuttle runs one thread at a time.
+    fn fence(&self, _order: Ordering) {}
 }
 
 /// The page of one rank: what its peers write.
