@@ -306,6 +306,21 @@ impl Inbox {
         true
     }
 
+    /// Checks the accounts, for tests: that they hold, and that they are within the limits. Returns
+    /// the number of parcels that wait.
+    #[cfg(test)]
+    pub fn check(&self, limits: Limits) -> usize {
+        let s = self.lock();
+        let all = || s.sources.iter().flat_map(|s| s.parcels.values());
+        let bytes: usize = all().map(|p| p.payload.len()).sum();
+        let fds: usize = all().map(|p| p.fds.len()).sum();
+        assert_eq!((s.entries, s.bytes, s.fds), (all().count(), bytes, fds));
+        assert!(s.entries <= limits.entries && bytes <= limits.bytes && fds <= limits.fds);
+        assert!(s.given_up.len() <= MAX_NOTES);
+        assert!(s.sources.iter().all(|s| s.lost.len() <= MAX_NOTES));
+        s.entries
+    }
+
     /// Ends [`Inbox::announce_next`].
     pub fn close(&self) {
         self.lock().closed = true;

@@ -25,6 +25,7 @@ pub mod limits;
 mod links;
 mod mesh;
 mod monitor;
+mod parcels;
 mod peer;
 mod refusals;
 mod rejoin;

@@ -1,37 +1,26 @@
 //! The thread of a mesh that receives, and that sees peers go.
 
-use std::collections::HashMap;
-use std::os::fd::OwnedFd;
 use std::sync::atomic::Ordering;
 
 use rustix::event::{PollFd, PollFlags};
 use rustix::io::Errno;
-use tilewire_core::{Error, ErrorKind, Rank, Result};
+use tilewire_core::{Error, Rank, Result};
 
-use crate::frame::{self, Frame, Kind, MAX_FRAME};
+use crate::frame::MAX_FRAME;
 use crate::links::Shared;
-use crate::mesh::{Parcel, PeerExit, short};
+use crate::mesh::PeerExit;
+use crate::parcels::Messages;
 use crate::rendezvous::Link;
-use crate::sock::{self, Received};
+use crate::sock;
 
 /// Messages read from one peer before the others get their turn.
 const TURN: usize = 64;
-
-/// Parcels of one peer of which only some fragments have arrived.
-const MAX_PARTIAL: usize = 64;
-
-#[derive(Default)]
-struct Partial {
-    next: u16,
-    payload: Vec<u8>,
-    fds: Vec<OwnedFd>,
-}
 
 /// A peer that has not gone.
 struct Peer<'a> {
     rank: Rank,
     link: &'a Link,
-    partial: HashMap<String, Partial>,
+    messages: Messages,
 }
 
 /// The result of one turn of reading.
@@ -48,7 +37,9 @@ enum Turn {
 pub(crate) fn run(shared: &Shared) {
     let mut peers: Vec<Peer<'_>> = Rank::all(shared.links.len())
         .zip(&shared.links)
-        .filter_map(|(rank, l)| Some(Peer { rank, link: l.as_ref()?, partial: HashMap::new() }))
+        .filter_map(|(rank, l)| {
+            Some(Peer { rank, link: l.as_ref()?, messages: Messages::new(rank) })
+        })
         .collect();
     let mut buf = vec![0u8; MAX_FRAME];
     while !shared.stop.load(Ordering::Acquire) {
@@ -114,7 +105,6 @@ impl Peer<'_> {
         // Wakes a thread that waits for space in this socket, also if a child of the peer holds it
         // open.
         rustix::net::shutdown(&self.link.sock, rustix::net::Shutdown::Both).ok();
-        self.partial.clear();
         false
     }
 
@@ -128,7 +118,7 @@ impl Peer<'_> {
                 Ok(got) if got.len == 0 => return Ok(Turn::Gone(PeerExit::Died)),
                 Ok(got) => {
                     let bytes = &buf[..got.len];
-                    if self.take(shared, bytes, got)? {
+                    if self.messages.take(&shared.inbox, bytes, got)? {
                         return Ok(Turn::Gone(PeerExit::Left));
                     }
                 }
@@ -136,61 +126,4 @@ impl Peer<'_> {
         }
         Ok(Turn::More)
     }
-
-    /// Handles one message. True if it was a goodbye.
-    fn take(&mut self, shared: &Shared, bytes: &[u8], got: Received) -> Result<bool> {
-        if got.fds_lost {
-            return Err(Error::new(
-                ErrorKind::Exhausted,
-                "this process had no free file descriptor to receive one of a peer: the connection \
-                 is closed",
-            )
-            .hint("raise the limit of open files with `ulimit -n`"));
-        }
-        let f = frame::decode(bytes)?;
-        if got.cut || f.src != self.rank || got.fds.len() != f.n_fds {
-            return Err(broken("a frame with a wrong source, length or number of descriptors"));
-        }
-        match f.kind {
-            Kind::Bye => {
-                shared.inbox.reason(self.rank, short(&String::from_utf8_lossy(f.payload)));
-                return Ok(true);
-            }
-            Kind::Parcel => {
-                if let Some((tag, parcel)) = self.assemble(&f, got.fds)? {
-                    shared.inbox.deliver(self.rank, &tag, parcel);
-                }
-            }
-            _ => return Err(broken("a hello after the rendezvous")),
-        }
-        Ok(false)
-    }
-
-    /// Puts fragments together; the whole parcel with its last one.
-    fn assemble(&mut self, f: &Frame<'_>, fds: Vec<OwnedFd>) -> Result<Option<(String, Parcel)>> {
-        if f.index == 0 && (self.partial.len() >= MAX_PARTIAL || self.partial.contains_key(f.tag)) {
-            return Err(broken("the beginnings of too many parcels, or that of one twice"));
-        }
-        if f.count == 1 {
-            return Ok(Some((f.tag.to_owned(), Parcel { payload: f.payload.to_vec(), fds })));
-        }
-        if f.index == 0 {
-            self.partial.insert(f.tag.to_owned(), Partial { next: 0, payload: Vec::new(), fds });
-        }
-        let Some(p) = self.partial.get_mut(f.tag).filter(|p| p.next == f.index) else {
-            return Err(broken("a fragment out of order"));
-        };
-        p.payload.extend(f.payload);
-        p.next += 1;
-        if p.next < f.count {
-            return Ok(None);
-        }
-        let whole = self.partial.remove_entry(f.tag).filter(|(_, p)| p.payload.len() == f.total);
-        let (tag, p) = whole.ok_or_else(|| broken("fragments of different parcels"))?;
-        Ok(Some((tag, Parcel { payload: p.payload, fds: p.fds })))
-    }
-}
-
-fn broken(what: &str) -> Error {
-    Error::new(ErrorKind::Protocol, format!("the peer sent {what}")).op("mesh")
 }
