@@ -1,6 +1,7 @@
 //! Starts the ranks of a job on this host, shows their output, and cleans up after them.
 
 mod group;
+mod mark;
 mod pump;
 mod restart;
 mod warden;
@@ -15,6 +16,7 @@ use signal_hook::consts::SIGXFSZ;
 use tilewire_core::{Error, Rank, Result};
 
 use self::group::RankProcess;
+use self::mark::{Known, Mark};
 use self::pump::Pump;
 use self::restart::Restarts;
 use self::warden::Warden;
@@ -59,11 +61,12 @@ pub struct Launch {
     /// Shows the lines of the ranks without `[r3] ` in front.
     pub no_prefix: bool,
     /// A program that calls [`watch_launcher`], and its arguments: it ends the job if the launcher
-    /// dies, also what ranks have started, and what left their sessions. Default none: then the
-    /// kernel kills the ranks alone.
+    /// dies, also what ranks have started, what left their sessions, and what has cleared its
+    /// environment. Default none: then the kernel kills the ranks alone.
     pub warden: Vec<OsString>,
     /// Failures that are answered by a restart. Ranks that have ended, however, are then started
-    /// anew, and those that come back by [`crate::Rejoin`] get a new place to meet at. Default 0.
+    /// anew, and those that come back by [`crate::Rejoin`] get a new place to meet at. What a lost
+    /// rank has left running, in another session, too, is ended before. Default 0.
     pub max_restarts: u32,
     /// Ranks that have neither ended nor come back so long after a failure are killed, and started
     /// anew, too. Default 10 s.
@@ -221,15 +224,11 @@ impl Launch {
         let vars = self.shared_vars(&parts, restarts.as_ref())?;
         let mut ranks = Vec::new();
         for rank in Rank::all(self.n) {
-            match RankProcess::start(
-                self,
-                &self.vars(rank, &parts.store, &vars),
-                parts.handed.clone(),
-            ) {
+            match self.start(rank, &parts, &vars) {
                 Ok(p) => ranks.push(p),
                 Err(e) => {
-                    group::end_all(&mut ranks, Duration::ZERO);
-                    return Err(e.op("run").rank(rank));
+                    group::end_all(&mut ranks, Duration::ZERO, None);
+                    return Err(e);
                 }
             }
         }
@@ -249,7 +248,7 @@ impl Launch {
             }
         };
         let grace = watch.grace_left();
-        let stragglers = group::end_all(&mut ranks, grace);
+        let stragglers = group::end_all(&mut ranks, grace, None);
         let shown = pump.finish();
         watched?;
         let report = watch.report(&ranks, shown, parts.stragglers + stragglers);
@@ -281,11 +280,11 @@ impl Launch {
         parts.store = Parts::store(&parts.secret)?;
         let vars = self.shared_vars(parts, Some(restarts))?;
         for i in lost {
-            parts.stragglers += group::end_all(&mut ranks[i..=i], self.grace);
             let rank = Rank::new(i as u32);
-            let vars = self.vars(rank, &parts.store, &vars);
-            let started = RankProcess::start(self, &vars, parts.handed.clone());
-            ranks[i] = started.map_err(|e| e.op("run").rank(rank))?;
+            // What the lost rank has left may hold what the new one needs: a device, a port.
+            let all = Known::rank(&parts.job, rank.get());
+            parts.stragglers += group::end_all(&mut ranks[i..=i], self.grace, Some(&all));
+            ranks[i] = self.start(rank, parts, &vars)?;
             pump.add(i, &mut ranks[i])?;
             restarts.ready.remove(&i);
         }
@@ -294,6 +293,13 @@ impl Launch {
         }
         watch.restarted();
         Ok(())
+    }
+
+    fn start(&self, rank: Rank, parts: &Parts, shared: &[(String, String)]) -> Result<RankProcess> {
+        let (vars, mark) =
+            (self.vars(rank, &parts.store, shared), Mark::of(&parts.job, rank.get()));
+        let started = RankProcess::start(self, &vars, (mark, parts.handed.clone()));
+        started.map_err(|e| e.op("run").rank(rank))
     }
 
     /// Returns the secret that the user has set for the ranks.
@@ -325,8 +331,7 @@ impl Launch {
             ("TORCHELASTIC_USE_AGENT_STORE", "False".to_owned()),
         ];
         vars.extend(NO_MULTICAST.map(|(k, v)| (k, v.to_owned())));
-        let (name, value) = warden::variable(&parts.job);
-        vars.push((name, value));
+        vars.push((mark::JOB, parts.job.clone()));
         let ours = vars.into_iter().map(|(k, v)| (k.to_owned(), v));
         let ours = ours.chain(parts.handed.iter().map(|h| h.variable()));
         Ok(ours.chain(restarts.into_iter().flat_map(Restarts::variables)).collect())
@@ -340,7 +345,7 @@ impl Launch {
     ) -> Vec<(String, String)> {
         let mut vars = shared.to_vec();
         let mut put = |k: &str, v: String| vars.push((k.to_owned(), v));
-        put("RANK", rank.get().to_string());
+        put(mark::RANK, rank.get().to_string());
         put("LOCAL_RANK", rank.get().to_string());
         put("TILEWIRE_RANK", self.place(rank, store));
         vars

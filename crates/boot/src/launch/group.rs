@@ -10,6 +10,7 @@ use std::time::{Duration, Instant};
 use rustix::process::{Pid, PidfdFlags, Signal, WaitId, WaitIdOptions};
 use tilewire_core::{Error, ErrorKind, Result};
 
+use super::mark::{self, Known, Mark};
 use super::{Launch, RankStatus};
 use crate::rejoin;
 use crate::secret_fd::{self, Handed};
@@ -34,7 +35,7 @@ impl RankProcess {
     pub fn start(
         launch: &Launch,
         vars: &[(String, String)],
-        secret: Option<Arc<Handed>>,
+        (mark, secret): (Mark, Option<Arc<Handed>>),
     ) -> Result<Self> {
         let mut cmd = Command::new(&launch.program);
         cmd.args(&launch.args).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
@@ -44,7 +45,7 @@ impl RankProcess {
         }
         cmd.envs(launch.env.iter().map(|(k, v)| (k, v)));
         cmd.envs(vars.iter().map(|(k, v)| (k, v)));
-        own_session(&mut cmd, secret);
+        own_session(&mut cmd, mark, secret);
         let mut child = cmd.spawn().map_err(|e| {
             let name = launch.program.to_string_lossy();
             Error::new(ErrorKind::Unavailable, format!("cannot start `{name}`: {e}"))
@@ -92,9 +93,9 @@ impl Drop for RankProcess {
 }
 
 /// Makes the child leader of a session, to be killed when the launcher dies, with the descriptor of
-/// the secret.
+/// the secret, and marked.
 #[allow(unsafe_code)]
-fn own_session(cmd: &mut Command, secret: Option<Arc<Handed>>) {
+fn own_session(cmd: &mut Command, mark: Mark, secret: Option<Arc<Handed>>) {
     let launcher = rustix::process::getpid();
     let prepare = move || -> std::io::Result<()> {
         rustix::process::setsid()?;
@@ -103,38 +104,46 @@ fn own_session(cmd: &mut Command, secret: Option<Arc<Handed>>) {
         if rustix::process::getppid() != Some(launcher) {
             return Err(rustix::io::Errno::CHILD.into());
         }
+        // Where it may not be marked, the environment alone names the job.
+        mark.set().ok();
         secret.as_ref().map_or(Ok(()), |s| s.keep())
     };
-    // SAFETY: the closure runs in the child between fork and exec. It makes five system calls that
+    // SAFETY: the closure runs in the child between fork and exec. It makes seven system calls that
     // are async-signal-safe, allocates nothing, takes no lock, and touches no memory but its copies
-    // of `launcher` and `secret`.
+    // of `launcher`, `mark` and `secret`.
     unsafe {
         cmd.pre_exec(prepare);
     }
 }
 
-/// Ends everything that is left of the ranks: TERM, KILL after `grace`. Returns how many processes
-/// besides the ranks themselves had to be signalled.
-pub(super) fn end_all(ranks: &mut [RankProcess], grace: Duration) -> usize {
+/// Ends everything that is left of the ranks, in their sessions and, with `also`, outside of them:
+/// TERM, KILL after `grace`. Returns how many processes besides the ranks themselves had to be
+/// signalled.
+pub(super) fn end_all(ranks: &mut [RankProcess], grace: Duration, also: Option<&Known>) -> usize {
+    let sessions: Vec<i32> = ranks.iter().map(|r| r.pid.as_raw_nonzero().get()).collect();
+    let is_left = |pid: Pid| {
+        session_of(pid.as_raw_nonzero().get()).is_some_and(|s| sessions.contains(&s))
+            || also.is_some_and(|known| known.has(pid))
+    };
     let mut signalled = HashSet::new();
     let start = Instant::now();
     loop {
-        let left = members(ranks);
+        let left: Vec<Pid> = mark::processes().filter(|p| is_left(*p)).collect();
         let age = start.elapsed();
         if left.is_empty() || age > grace + VANISH {
             break;
         }
-        for m in &left {
-            let leader = ranks.iter().any(|r| r.pid == m.pid);
+        for pid in left {
+            let leader = ranks.iter().any(|r| r.pid == pid);
             if age >= grace {
-                m.signal(Signal::KILL);
-            } else if signalled.contains(&m.pid.as_raw_nonzero()) {
+                mark::signal(pid, Signal::KILL, is_left);
+            } else if signalled.contains(&pid.as_raw_nonzero()) {
                 continue;
             } else {
-                m.signal(Signal::TERM);
+                mark::signal(pid, Signal::TERM, is_left);
             }
             if !leader {
-                signalled.insert(m.pid.as_raw_nonzero());
+                signalled.insert(pid.as_raw_nonzero());
             }
         }
         std::thread::sleep(LOOK);
@@ -143,33 +152,6 @@ pub(super) fn end_all(ranks: &mut [RankProcess], grace: Duration) -> usize {
         r.poll_status().ok();
     }
     signalled.len()
-}
-
-/// A live process in the session of a rank.
-struct Member {
-    pid: Pid,
-    session: i32,
-}
-
-impl Member {
-    /// Signals the process, and never another one that got its number meanwhile.
-    fn signal(&self, signal: Signal) {
-        let Ok(fd) = rustix::process::pidfd_open(self.pid, PidfdFlags::empty()) else { return };
-        if session_of(self.pid.as_raw_nonzero().get()) == Some(self.session) {
-            rustix::process::pidfd_send_signal(&fd, signal).ok();
-        }
-    }
-}
-
-fn members(ranks: &[RankProcess]) -> Vec<Member> {
-    let sessions: Vec<i32> = ranks.iter().map(|r| r.pid.as_raw_nonzero().get()).collect();
-    let Ok(dir) = std::fs::read_dir("/proc") else { return Vec::new() };
-    let pids = dir.filter_map(|e| e.ok()?.file_name().to_str()?.parse::<i32>().ok());
-    pids.filter_map(|raw| {
-        let session = session_of(raw).filter(|s| sessions.contains(s))?;
-        Some(Member { pid: Pid::from_raw(raw)?, session })
-    })
-    .collect()
 }
 
 /// The session of a process that is alive; none for a zombie.

@@ -399,6 +399,38 @@ fn the_death_of_the_launcher_ends_what_ranks_have_started() {
     }
 }
 
+/// A process that clears its environment, alone or in a session of its own, with both parents gone.
+#[test]
+fn the_death_of_the_launcher_ends_what_has_cleared_its_environment() {
+    let children = "env -i sh -c 'echo pid $$; sleep 60; true' & \
+                    (env -i setsid sh -c '(env -i sh -c \"echo pid \\$\\$; sleep 60; true\" &)')";
+    let (mut child, pids, _lines) = launcher_of(children, 6);
+    assert!(pids.iter().all(|p| alive(p)), "{pids:?}");
+    child.kill().unwrap();
+    child.wait().unwrap();
+    let dead = Instant::now();
+    while pids.iter().any(|p| alive(p)) {
+        assert!(dead.elapsed() < Duration::from_secs(1), "some of {pids:?} live on");
+        std::thread::sleep(Duration::from_millis(10));
+    }
+}
+
+/// What a lost rank has left, in a session of its own and without environment, too, ends before it
+/// is started anew.
+#[test]
+fn a_restart_ends_what_the_lost_rank_has_left_behind() {
+    let script = "[ $_TILEWIRE_RESTARTS = 1 ] && exit 0; \
+                  setsid sh -c 'echo left $$; exec sleep 60' >&2 & \
+                  env -i setsid sh -c 'echo left $$; exec sleep 60' >&2 & sleep 1; exit 3";
+    let (r, _, err) = run(&Launch { max_restarts: 1, ..sh(1, script) });
+    assert_eq!((r.code, r.restarts), (0, 1), "{}", err.text());
+    let text = err.text();
+    let pids: Vec<_> = text.lines().filter_map(|l| Some(l.split_once("left ")?.1)).collect();
+    assert_eq!(pids.len(), 2, "{text}");
+    assert!(!pids.iter().any(|p| alive(p)), "{text}");
+    assert_eq!(r.stragglers, 2);
+}
+
 /// A job that has ended leaves nothing to its warden: a process that left its session lives on. The
 /// rank ends after that process has left.
 #[test]

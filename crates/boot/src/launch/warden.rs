@@ -3,32 +3,27 @@
 //! The kernel kills a rank when the launcher dies, but not what the rank has started: a wrapper's
 //! child, or what left its session. The warden holds the other end of a pipe of the launcher's. If
 //! that ends without the word that all is well, the launcher is gone, and the warden kills every
-//! process that has the job's name in its environment.
+//! process that has the job's mark, or its name in its environment.
 
+use std::collections::HashSet;
 use std::ffi::OsString;
 use std::io::{Read, Write};
 use std::os::unix::process::CommandExt;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use rustix::process::{Pid, PidfdFlags, Signal};
+use rustix::process::{Pid, Signal};
 use tilewire_core::{Error, Result};
 
-/// In the environment of every process of a job: its name. It is no setting, so it does not begin
-/// as settings do, of which unknown ones are refused.
-const JOB: &str = "_TILEWIRE_JOB";
-/// In that of its warden, which is none of them.
+use super::mark::{self, JOB, Known, Mark};
+
+/// In the environment of a job's warden: its name.
 const WARDEN: &str = "_TILEWIRE_WARDEN";
 
 /// Pause between looks at the processes of this machine.
 const LOOK: Duration = Duration::from_millis(10);
 /// Processes that start others while they are killed are looked for again as long as that.
 const MOST: Duration = Duration::from_secs(2);
-
-/// The variable that names the job, for its processes.
-pub(super) fn variable(job: &str) -> (&'static str, String) {
-    (JOB, job.to_owned())
-}
 
 /// The launcher's end of its warden.
 pub(super) struct Warden(Option<Child>);
@@ -46,6 +41,7 @@ impl Warden {
         // Signals for the launcher's group, from a terminal, are not for the warden.
         cmd.process_group(0);
         let child = cmd.spawn().map_err(|e| Error::io("starting the warden of the job", e))?;
+        Mark::clear(Pid::from_child(&child)).ok();
         Ok(Self(Some(child)))
     }
 }
@@ -86,32 +82,18 @@ pub fn watch() -> Result<usize> {
 
 /// Kills all processes of the job until there is none.
 fn end(job: &str) -> usize {
-    let (start, mut killed) = (Instant::now(), std::collections::HashSet::new());
+    let (start, mut killed) = (Instant::now(), HashSet::new());
+    let (known, me) = (Known::job(job), rustix::process::getpid());
     loop {
-        let left = members(job);
+        let left: Vec<Pid> = mark::processes().filter(|p| *p != me && known.has(*p)).collect();
         if left.is_empty() || start.elapsed() > MOST {
             return killed.len();
         }
         for pid in left {
-            let Ok(fd) = rustix::process::pidfd_open(pid, PidfdFlags::empty()) else { continue };
-            // Another process may have its number by now.
-            if is_of(pid, job) && rustix::process::pidfd_send_signal(&fd, Signal::KILL).is_ok() {
+            if mark::signal(pid, Signal::KILL, |p| known.has(p)) {
                 killed.insert(pid.as_raw_nonzero());
             }
         }
         std::thread::sleep(LOOK);
     }
-}
-
-fn members(job: &str) -> Vec<Pid> {
-    let Ok(dir) = std::fs::read_dir("/proc") else { return Vec::new() };
-    let pids = dir.filter_map(|e| e.ok()?.file_name().to_str()?.parse::<i32>().ok());
-    pids.filter_map(Pid::from_raw).filter(|p| is_of(*p, job)).collect()
-}
-
-/// Returns whether a process that runs has the job's name. A zombie has no environment.
-fn is_of(pid: Pid, job: &str) -> bool {
-    let path = format!("/proc/{}/environ", pid.as_raw_nonzero());
-    let want = format!("{JOB}={job}");
-    std::fs::read(path).is_ok_and(|all| all.split(|b| *b == 0).any(|v| v == want.as_bytes()))
 }
