@@ -17,6 +17,11 @@ fn key(job: &str, rank: Rank) -> String {
     format!("claim/{job}/{}", rank.get())
 }
 
+/// The rank that claims its place by this key of a store.
+pub(crate) fn rank_of(key: &str) -> Option<u32> {
+    key.strip_prefix("claim/")?.rsplit_once('/')?.1.parse().ok()
+}
+
 /// Claims my rank in this meeting.
 ///
 /// A process that had it before and has ended does not count, so that a rank may be started again.
@@ -38,13 +43,28 @@ pub(crate) fn claim(
     if !Sign::is_shown(&card.addr) {
         return Ok(());
     }
-    Err(Error::new(
-        ErrorKind::Mismatch,
-        format!("{} is taken: the process {} has joined as this rank", me.rank, card.pid),
-    )
-    .op("rendezvous")
-    .rank(me.rank)
-    .hint("each process needs a rank of its own, or this is the address of another job's store"))
+    Err(taken(me, &card))
+}
+
+/// Fails if the process that had my rank in an earlier meeting, that of `me`, is in its world still.
+///
+/// # Errors
+/// `Mismatch` if it lives. Errors of the store.
+pub(crate) fn check_left(store: &dyn Store, me: &Identity<'_>) -> Result<()> {
+    let mine = Card::new(me, "");
+    match fetch(store, me, &mine, me.rank, Deadline::after(Duration::ZERO)) {
+        Ok(card) if Sign::is_shown(&card.addr) => Err(taken(me, &card)),
+        // It gave the meeting up, or it was of another size: the next meeting says more.
+        _ => Ok(()),
+    }
+}
+
+fn taken(me: &Identity<'_>, card: &Card) -> Error {
+    let text = format!("{} is taken: the process {} has joined as this rank", me.rank, card.pid);
+    Error::new(ErrorKind::Mismatch, text)
+        .op("rendezvous")
+        .rank(me.rank)
+        .hint("each process needs a rank of its own, or this is the address of another job's store")
 }
 
 /// `; r1 was started 2 times`, of those ranks that more than one process has claimed.
@@ -115,6 +135,14 @@ mod tests {
         assert_eq!(doubles(&store, &me), "; r1 was started 2 times");
         drop(sign);
         claim(&store, &me, &mine, soon()).unwrap();
+    }
+
+    #[test]
+    fn a_claim_names_its_rank() {
+        assert_eq!(rank_of(&key("tcp-::1-29500.2", Rank::new(63))), Some(63));
+        for other in ["claim/", "claim/job", "link/job.1/3", "claim/job/x"] {
+            assert_eq!(rank_of(other), None, "{other}");
+        }
     }
 
     #[test]

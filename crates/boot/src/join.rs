@@ -5,7 +5,9 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use tilewire_core::{Config, Deadline, Error, ErrorKind, Result};
 
+use crate::claim;
 use crate::env::{Place, Rendezvous};
+use crate::handshake::Identity;
 use crate::links::LinkMesh;
 use crate::mesh::Mesh;
 use crate::secret::Secret;
@@ -17,7 +19,17 @@ use crate::torch_store::TorchStore;
 
 /// Worlds that this process has joined, by job: world `n` of one rank meets world `n` of the
 /// others.
-static JOINED: Mutex<Option<HashMap<String, u64>>> = Mutex::new(None);
+static JOINED: Mutex<Option<HashMap<String, Joined>>> = Mutex::new(None);
+
+/// Meetings of one job.
+#[derive(Clone, Copy, Default)]
+struct Joined {
+    /// Those of earlier programs of this rank that have ended, well or not, as the store says; not
+    /// known before the store has been reached.
+    before: Option<u64>,
+    /// Those that this process has begun.
+    begun: u64,
+}
 
 /// Stores that this process serves. They live as long as the process: a rank that is late may still
 /// ask for something when rank 0 has long dropped its world.
@@ -25,7 +37,9 @@ static SERVED: Mutex<Vec<StoreServer>> = Mutex::new(Vec::new());
 
 /// Connects this process to the other ranks of its job, all on this host. Collective.
 ///
-/// May be called many times; every rank must call it equally often. Rank 0 serves the store unless
+/// May be called many times; every rank must call it equally often. A rank may run several programs
+/// one after the other: where the store outlives them, as a launcher's does, the first meeting of
+/// each is behind the last one of the program before it. Rank 0 serves the store unless
 /// the launcher does. Without a `secret` in `cfg` it is that of the launcher ([`Launch`]); without
 /// one there, the key follows from the job's name: then it is the user id, checked on every Unix
 /// socket, that keeps others out. Nothing lasts much longer than to `deadline`.
@@ -55,10 +69,50 @@ pub fn join_processes(place: &Place, cfg: &Config, deadline: Deadline) -> Result
     };
     // Counted before anything can fail: ranks that call again after a failure, here or on another
     // rank, must mean the same meeting.
-    let job = next_job(&place.job);
+    let begun = begin(&place.job);
     let store = open(place, &secret, deadline).map_err(|e| e.op("join").rank(place.rank))?;
+    let before = earlier(&*store, place, &secret).map_err(|e| e.op("join").rank(place.rank))?;
+    let job = format!("{}.{}", place.job, before + begun);
     let met = LinkMesh::connect(&*store, &job, place.rank, place.size, &secret, deadline);
+    // Only for a later program of this rank: this meeting is over whatever the store says.
+    store.add(&ended_key(place), 1).ok();
     Ok(met.map_err(|e| if e.is_timeout() { with_refusals(e) } else { e })?)
+}
+
+/// The key of the number of meetings of a rank that have ended. A process that is killed in a
+/// meeting does not count it: who takes its place comes to that meeting.
+fn ended_key(place: &Place) -> String {
+    format!("ended/{}/{}", place.job, place.rank.get())
+}
+
+/// Counts one more meeting that this process begins.
+fn begin(job: &str) -> u64 {
+    let mut joined = JOINED.lock().unwrap_or_else(PoisonError::into_inner);
+    let joined = joined.get_or_insert_default().entry(job.to_owned()).or_default();
+    joined.begun += 1;
+    joined.begun
+}
+
+/// The meetings of earlier programs of this rank. The store is asked once: then it counts those of
+/// this process as well.
+///
+/// # Errors
+/// `Mismatch` if the program of the last one is in its world still. Errors of the store.
+fn earlier(store: &dyn Store, place: &Place, secret: &Secret) -> Result<u64> {
+    let joined = || JOINED.lock().unwrap_or_else(PoisonError::into_inner);
+    let known = joined().as_ref().and_then(|all| all.get(&place.job)?.before);
+    let before = match known {
+        Some(n) => n,
+        None => store.add(&ended_key(place), 0)?.try_into().unwrap_or(0),
+    };
+    if known.is_none() && before > 0 {
+        let job = format!("{}.{before}", place.job);
+        let (rank, size) = (place.rank, place.size);
+        claim::check_left(store, &Identity { job: &job, rank, size, secret })?;
+    }
+    let mut joined = joined();
+    let of_job = joined.get_or_insert_default().entry(place.job.clone()).or_default();
+    Ok(*of_job.before.get_or_insert(before))
 }
 
 /// Adds why the stores that this process serves have refused connections: those who did not come
@@ -72,13 +126,6 @@ fn with_refusals(e: Error) -> Error {
     let text =
         format!("{}; at the store that this rank serves {}", e.message(), reasons.join(", "));
     e.reworded(text)
-}
-
-fn next_job(job: &str) -> String {
-    let mut joined = JOINED.lock().unwrap_or_else(PoisonError::into_inner);
-    let n = joined.get_or_insert_default().entry(job.to_owned()).or_default();
-    *n += 1;
-    format!("{job}.{n}")
 }
 
 fn open(place: &Place, secret: &Secret, deadline: Deadline) -> Result<Box<dyn Store>> {

@@ -66,7 +66,10 @@ pub struct Launch {
     pub warden: Vec<OsString>,
     /// Failures that are answered by a restart. Ranks that have ended, however, are then started
     /// anew, and those that come back by [`crate::Rejoin`] get a new place to meet at. What a lost
-    /// rank has left running, in another session, too, is ended before. Default 0.
+    /// rank has left running, in another session, too, is ended before. An error that would come
+    /// again is not answered: a rank's that ends with status 2 before it has come to meet the
+    /// others, as programs do that are started wrongly, and one of [`crate::Rejoin::give_up`].
+    /// Default 0.
     pub max_restarts: u32,
     /// Ranks that have neither ended nor come back so long after a failure are killed, and started
     /// anew, too. Default 10 s.
@@ -235,7 +238,8 @@ impl Launch {
         let pump = Pump::start(&mut ranks, !self.no_prefix, out, err)?;
         let mut watch = Watch::new(self, start);
         let watched = loop {
-            match watch.run(&mut ranks, &signals, restarts.as_mut()) {
+            let has_met = |r| parts.store.has_come(r);
+            match watch.run(&mut ranks, &signals, restarts.as_mut(), &has_met) {
                 Err(e) => break Err(e),
                 Ok(Round::End) => break Ok(()),
                 Ok(Round::Restart) => {

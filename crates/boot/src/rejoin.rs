@@ -5,6 +5,8 @@
 //! done so or ended, the launcher starts the ended ones anew and answers the others with
 //! `restarts place` and a line feed: `place` is what `TILEWIRE_RANK` holds for a new rank, and
 //! names a store where nobody has met before. If the launcher gives up, the connection ends.
+//!
+//! A rank whose error would come again writes `token rank restarts final` instead, and ends.
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::os::linux::net::SocketAddrExt;
@@ -19,6 +21,9 @@ use crate::env::{Flags, Place, detect};
 pub(crate) const VARIABLE: &str = "_TILEWIRE_REJOIN";
 /// The number of restarts before a rank was started, in its environment.
 pub(crate) const RESTARTS: &str = "_TILEWIRE_RESTARTS";
+
+/// Behind the other words of a rank whose error would come again.
+pub(crate) const FINAL: &str = " final";
 
 /// The longest answer.
 const MAX_ANSWER: u64 = 512;
@@ -63,11 +68,8 @@ impl Rejoin {
             let text = format!("the launcher does not start the lost ranks anew: {e}");
             Error::new(ErrorKind::Unavailable, text).cause(e)
         };
-        let addr = SocketAddr::from_abstract_name(&self.name).map_err(gone)?;
-        let mut stream = UnixStream::connect_addr(&addr).map_err(gone)?;
+        let stream = self.hello(rank, "").map_err(gone)?;
         stream.set_read_timeout(Some(PATIENCE)).map_err(gone)?;
-        let words = format!("{} {} {}\n", self.token, rank.get(), self.restarts);
-        stream.write_all(words.as_bytes()).map_err(gone)?;
         let mut answer = String::new();
         BufReader::new(stream.take(MAX_ANSWER)).read_line(&mut answer).map_err(gone)?;
         let Some((restarts, place)) = read(&answer) else {
@@ -76,6 +78,22 @@ impl Rejoin {
         };
         self.restarts = restarts;
         place_of(place)
+    }
+}
+
+impl Rejoin {
+    /// Tells the launcher that `rank` ends by an error that would come again, as that of a bad
+    /// argument does: then the job ends, however many restarts are left.
+    pub fn give_up(&self, rank: Rank) {
+        // A launcher that has gone restarts nothing.
+        self.hello(rank, FINAL).ok();
+    }
+
+    fn hello(&self, rank: Rank, more: &str) -> std::io::Result<UnixStream> {
+        let mut stream = UnixStream::connect_addr(&SocketAddr::from_abstract_name(&self.name)?)?;
+        let words = format!("{} {} {}{more}\n", self.token, rank.get(), self.restarts);
+        stream.write_all(words.as_bytes())?;
+        Ok(stream)
     }
 }
 

@@ -25,7 +25,9 @@ pub struct RunArgs {
     pub grace_s: f64,
     /// Failures to answer by a restart: ranks that have ended are started anew, and those that
     /// have lost a peer meet them again. `train --checkpoint` goes on from its newest whole
-    /// checkpoint; other programs are started anew whole.
+    /// checkpoint; other programs are started anew whole. An error that would come again ends the
+    /// job: status 2 of a rank that has not met the others yet, as of bad arguments, and what
+    /// `train` finds wrong with its arguments later.
     #[arg(long, default_value_t = 0)]
     pub max_restarts: u32,
     /// Do not put `[r3]` before the lines of rank 3.

@@ -159,6 +159,12 @@ fn is_loss(e: &Error) -> bool {
     matches!(e.kind(), ErrorKind::PeerDead | ErrorKind::Aborted | ErrorKind::Timeout)
 }
 
+/// Errors of arguments and surroundings, which a restart would meet again.
+fn comes_again(e: &Error) -> bool {
+    use ErrorKind::{Config, InvalidArgument, Mismatch, Unsupported};
+    matches!(e.kind(), Config | InvalidArgument | Mismatch | Unsupported)
+}
+
 struct Job<'a> {
     args: &'a TrainArgs,
     cfg: ModelCfg,
@@ -185,6 +191,10 @@ impl Job<'_> {
                 (Err(e), Some(rejoin)) if is_loss(&e) => {
                     complain(format_args!("a peer is lost, waiting for a restart: {e}"));
                     place = rejoin.again(place.rank)?;
+                }
+                (Err(e), Some(rejoin)) if comes_again(&e) => {
+                    rejoin.give_up(place.rank);
+                    return Err(e);
                 }
                 (done, _) => return done,
             }

@@ -1,4 +1,5 @@
-//! `tilewire run` where its output is not read, or it is killed; and values that are refused.
+//! `tilewire run` where its output is not read, or it is killed; several programs in one rank; and
+//! values that are refused, once.
 
 use std::io::{BufRead, BufReader, Read};
 use std::process::{Command, Stdio};
@@ -87,5 +88,49 @@ fn values_that_make_no_sense_are_refused() {
         let out = Command::new(TILEWIRE).args(&args).output().unwrap();
         let text = String::from_utf8_lossy(&out.stderr);
         assert!(!out.status.success() && text.contains(words), "{args:?}: {text}");
+    }
+}
+
+/// One rank runs two programs, one after the other, and the second meets the others' second: where
+/// the first has met, and where its meeting has failed.
+#[test]
+fn programs_of_a_rank_one_after_the_other_meet() {
+    let verify = format!("{TILEWIRE} verify --op gemm --timeout-s 20");
+    let late = format!("{TILEWIRE} verify --op gemm --timeout-s 1");
+    let twice = format!("{verify} && {verify} && {verify}");
+    // Rank 1 is too late for the first meeting: it finds that the others have given it up.
+    let failed = format!("[ $RANK = 1 ] && sleep 2; {late}; {verify}");
+    for (script, right) in [(twice, 3), (failed, 1)] {
+        let start = Instant::now();
+        let out = Command::new(TILEWIRE)
+            .args(["run", "-n", "2", "--timeout-s", "60", "--", "sh", "-c", &script])
+            .output()
+            .unwrap();
+        let text = String::from_utf8_lossy(&[&out.stdout[..], &out.stderr].concat()).into_owned();
+        assert!(out.status.success(), "{script}: {text}");
+        assert_eq!(text.matches("cases right in").count(), right, "{script}: {text}");
+        assert!(start.elapsed() < Duration::from_secs(25), "{:?}: {text}", start.elapsed());
+    }
+}
+
+/// Arguments that are wrong stay wrong: those that are refused before the ranks meet, and those of
+/// which only the model knows.
+#[test]
+fn wrong_arguments_are_not_restarted() {
+    for (words, why) in [
+        ("train --no-such-flag", "unexpected argument"),
+        ("train --task copy --steps 2 --lr nan", "must be a positive number"),
+        ("train --task copy --steps 2 --dp 3", "rank"),
+    ] {
+        let start = Instant::now();
+        let out = Command::new(TILEWIRE)
+            .args(["run", "-n", "2", "--max-restarts", "5", "--", TILEWIRE])
+            .args(words.split(' '))
+            .output()
+            .unwrap();
+        let text = String::from_utf8_lossy(&[&out.stdout[..], &out.stderr].concat()).into_owned();
+        assert_eq!(out.status.code(), Some(2), "{words}: {text}");
+        assert!(text.contains(why) && !text.contains("restart 1 of 5"), "{words}: {text}");
+        assert!(start.elapsed() < Duration::from_secs(10), "{:?}: {text}", start.elapsed());
     }
 }

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use tilewire_core::{Error, Result};
 
 use crate::peer;
-use crate::rejoin::{RESTARTS, VARIABLE};
+use crate::rejoin::{FINAL, RESTARTS, VARIABLE};
 use crate::secret::{hex, random_bytes};
 
 /// The longest time that a connection has for its one line.
@@ -29,6 +29,8 @@ pub(super) struct Restarts {
     pub ready: BTreeMap<usize, UnixStream>,
     /// Set from the first failure until the restart.
     pub since: Option<Instant>,
+    /// A rank has said that its error would come again.
+    pub is_given_up: bool,
 }
 
 impl Restarts {
@@ -43,7 +45,16 @@ impl Restarts {
         let listener = UnixListener::bind_addr(&addr).map_err(io)?;
         listener.set_nonblocking(true).map_err(io)?;
         let ready = BTreeMap::new();
-        Ok(Some(Self { listener, name, token, most, done: 0, ready, since: None }))
+        Ok(Some(Self {
+            listener,
+            name,
+            token,
+            most,
+            done: 0,
+            ready,
+            since: None,
+            is_given_up: false,
+        }))
     }
 
     /// Variables for ranks that are started now.
@@ -70,16 +81,18 @@ impl Restarts {
                 continue;
             }
             let stream = UnixStream::from(fd);
-            if let Some(rank) = self.hello(&stream).filter(|r| *r < num_ranks)
-                && self.are_left()
-            {
+            let Some((rank, is_final)) = self.hello(&stream).filter(|h| h.0 < num_ranks) else {
+                continue;
+            };
+            self.is_given_up |= is_final;
+            if self.are_left() && !is_final {
                 self.ready.insert(rank, stream);
                 self.since.get_or_insert_with(Instant::now);
             }
         }
     }
 
-    fn hello(&self, stream: &UnixStream) -> Option<usize> {
+    fn hello(&self, stream: &UnixStream) -> Option<(usize, bool)> {
         stream.set_nonblocking(false).ok()?;
         stream.set_read_timeout(Some(HELLO)).ok()?;
         let mut line = String::new();
@@ -93,13 +106,15 @@ impl Restarts {
     }
 }
 
-/// The rank that says hello, if it knows the token and is of the round after `done` restarts: one
-/// of an earlier round has been given up. None if the line is cut off.
-fn rank_of(line: &str, token: &str, done: u32) -> Option<usize> {
-    let mut words = line.strip_suffix('\n')?.split(' ');
+/// The rank that says hello, and whether it gives up, if it knows the token and is of the round
+/// after `done` restarts: one of an earlier round has been given up. None if the line is cut off.
+fn rank_of(line: &str, token: &str, done: u32) -> Option<(usize, bool)> {
+    let line = line.strip_suffix('\n')?;
+    let last = line.strip_suffix(FINAL);
+    let mut words = last.unwrap_or(line).split(' ');
     let known = words.next()? == token;
     let (rank, restarts) = (words.next()?.parse().ok()?, words.next()?.parse());
-    (known && restarts == Ok(done) && words.next().is_none()).then_some(rank)
+    (known && restarts == Ok(done) && words.next().is_none()).then_some((rank, last.is_some()))
 }
 
 #[cfg(test)]
@@ -108,14 +123,15 @@ mod tests {
 
     #[test]
     fn fuzz_rejoin_hello() {
-        let seeds = ["0a1b2c 3 2\n", "0a1b2c 0 12\n", "0a1b2d 3 2\n"];
+        let seeds = ["0a1b2c 3 2\n", "0a1b2c 0 12\n", "0a1b2d 3 2\n", "0a1b2c 3 2 final\n"];
         let seeds = seeds.map(|s| s.as_bytes().to_vec()).to_vec();
         tilewire_testing::fuzz!("rejoin_hello", 2, seeds, |b| {
             let Ok(line) = std::str::from_utf8(b) else { return false };
-            let Some(rank) = rank_of(line, "0a1b2c", 2) else { return false };
+            let Some((rank, last)) = rank_of(line, "0a1b2c", 2) else { return false };
             assert!(line.starts_with("0a1b2c "), "without the token");
             assert_eq!(rank_of(&line[..line.len() - 1], "0a1b2c", 2), None, "half a line");
-            assert_eq!(rank_of(&format!("0a1b2c {rank} 2\n"), "0a1b2c", 2), Some(rank));
+            let same = format!("0a1b2c {rank} 2{}\n", if last { FINAL } else { "" });
+            assert_eq!(rank_of(&same, "0a1b2c", 2), Some((rank, last)));
             assert_eq!(rank_of(line, "0a1b2c", 3), None, "of an earlier round");
             true
         });
@@ -124,7 +140,8 @@ mod tests {
     /// A rank may end while it writes: `1` of `12` restarts is another round.
     #[test]
     fn a_hello_that_is_cut_off_is_none() {
-        assert_eq!(rank_of("0a 3 12\n", "0a", 12), Some(3));
+        assert_eq!(rank_of("0a 3 12\n", "0a", 12), Some((3, false)));
+        assert_eq!(rank_of("0a 3 12 final\n", "0a", 12), Some((3, true)));
         assert_eq!(rank_of("0a 3 1", "0a", 1), None);
     }
 }

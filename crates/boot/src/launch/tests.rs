@@ -473,6 +473,57 @@ fn ranks_of_any_program_are_started_anew() {
     assert_eq!((r.code, r.restarts, failure.rank.get()), (3, 1, 1));
 }
 
+/// Status 2 before a rank has met the others is that of a program that was started wrongly; behind
+/// a restart, too. Rank 0 does not end by itself: it is ended.
+#[test]
+fn an_error_that_would_come_again_is_not_restarted() {
+    for (at, status, restarts) in [(0, 2, 0), (1, 2, 1), (0, 3, 3)] {
+        let script = format!(
+            "[ $RANK = 0 ] && exec sleep 60; [ $_TILEWIRE_RESTARTS -ge {at} ] && exit {status}; exit 4"
+        );
+        let regroup = Duration::from_millis(300);
+        let (r, _, err) = run(&Launch { max_restarts: 3, regroup, ..sh(2, &script) });
+        let failure = r.first_failure.unwrap();
+        assert_eq!((r.code, failure.rank.get()), (status, 1), "{}", err.text());
+        assert_eq!(r.restarts, restarts, "{}", err.text());
+        assert!(r.elapsed < Duration::from_secs(5), "{:?}", r.elapsed);
+    }
+}
+
+/// A rank that gives up, and one that has met before it ends with status 2.
+#[test]
+#[ignore = "run by launchers of the tests below"]
+fn rank_that_gives_up() {
+    if std::env::var("RANK").unwrap() == "0" {
+        return std::thread::sleep(Duration::from_secs(60));
+    }
+    if std::env::var_os("TW_TEST_MEETS").is_none() {
+        crate::Rejoin::from_env().unwrap().unwrap().give_up(Rank::new(1));
+        std::process::exit(7);
+    }
+    let place = crate::detect(&crate::Flags::of_process(), &std::env::vars().collect());
+    let (cfg, soon) = (Default::default(), tilewire_core::Deadline::after_s(0.3));
+    // It comes to the meeting, and the other rank does not.
+    crate::join_processes(&place.unwrap(), &cfg, soon).map(drop).unwrap_err();
+    std::process::exit(2);
+}
+
+#[test]
+fn a_rank_may_say_that_its_error_would_come_again() {
+    let words = ["launch::tests::rank_that_gives_up", "--exact", "--ignored", "--nocapture"];
+    let l = Launch {
+        args: words.map(OsString::from).to_vec(),
+        max_restarts: 2,
+        regroup: Duration::from_millis(300),
+        ..Launch { program: std::env::current_exe().unwrap().into(), ..sh(2, "") }
+    };
+    let (r, out, err) = run(&l);
+    assert_eq!((r.code, r.restarts), (7, 0), "{}{}", out.text(), err.text());
+    // Who has met is started anew, whatever its status.
+    let (r, out, err) = run(&Launch { env: vec![("TW_TEST_MEETS".into(), "1".into())], ..l });
+    assert_eq!((r.code, r.restarts), (2, 2), "{}{}", out.text(), err.text());
+}
+
 /// A rank comes back by the socket of the launcher, which refuses strangers.
 #[test]
 #[ignore = "run by launchers of the tests below"]

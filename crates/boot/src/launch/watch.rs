@@ -22,6 +22,9 @@ const TIMEOUT_CODE: i32 = 124;
 /// before its end can be seen, so that its peers may have failed and ended earlier.
 const TOGETHER: Duration = Duration::from_millis(100);
 
+/// The exit status of a program that was started wrongly: that of clap, argparse and shells.
+const MISUSE: i32 = 2;
+
 /// Words of errors that another rank has caused: texts of `PeerDead` and `Aborted`, and names of
 /// exceptions.
 const OF_A_PEER: [&str; 6] =
@@ -81,6 +84,8 @@ pub(super) struct Watch<'a> {
     pub failed: Vec<(Rank, RankStatus)>,
     /// Ranks that were killed because they did not come back.
     pub silent: Vec<Rank>,
+    /// A failure would come again: no restart answers it.
+    is_final: bool,
     /// Set with the first of them: the others are asked to end then.
     verdict: Option<Instant>,
     timed_out: bool,
@@ -100,6 +105,7 @@ impl<'a> Watch<'a> {
             stuck: Vec::new(),
             failed: Vec::new(),
             silent: Vec::new(),
+            is_final: false,
             verdict: None,
             timed_out: false,
             interrupted: None,
@@ -107,14 +113,17 @@ impl<'a> Watch<'a> {
     }
 
     /// Waits until all ranks have ended, or, where restarts are left, each has ended or come back.
+    /// `has_met`: whether a rank has come to meet the others in this round.
     pub fn run(
         &mut self,
         ranks: &mut [RankProcess],
         signals: &Signals,
         mut restarts: Option<&mut Restarts>,
+        has_met: &dyn Fn(Rank) -> bool,
     ) -> Result<Round> {
         while ranks.iter().any(|r| r.status.is_none()) {
-            let (came, ended) = self.wait(ranks, signals, restarts.as_deref())?;
+            let open = restarts.as_deref().filter(|_| !self.is_final);
+            let (came, ended) = self.wait(ranks, signals, open)?;
             for signal in came {
                 self.interrupt(signal, ranks);
             }
@@ -122,20 +131,23 @@ impl<'a> Watch<'a> {
                 let Some(status) = ranks[i].poll_status()? else { continue };
                 // What ends after we asked it to has not failed by itself.
                 if !status.success() && self.ending.is_none() {
-                    self.failed.push((Rank::new(i as u32), status));
+                    let rank = Rank::new(i as u32);
+                    self.is_final |= status == RankStatus::Exited(MISUSE) && !has_met(rank);
+                    self.failed.push((rank, status));
                     self.verdict.get_or_insert_with(|| Instant::now() + TOGETHER);
                 }
             }
             if let Some(r) = restarts.as_deref_mut().filter(|_| self.ending.is_none()) {
                 r.accept(ranks.len());
+                self.is_final |= r.is_given_up;
                 if self.verdict.is_some() && r.are_left() {
                     r.since.get_or_insert_with(Instant::now);
                 }
-                if self.regroup(ranks, r) {
+                if !self.is_final && self.regroup(ranks, r) {
                     return Ok(Round::Restart);
                 }
             }
-            let regroups = restarts.as_deref().is_some_and(|r| r.since.is_some());
+            let regroups = !self.is_final && restarts.as_deref().is_some_and(|r| r.since.is_some());
             let is_due = self.verdict.is_some_and(|t| Instant::now() >= t);
             if is_due && self.ending.is_none() && !regroups {
                 self.end(ranks, Signal::TERM);
@@ -150,7 +162,7 @@ impl<'a> Watch<'a> {
                 self.kill(ranks);
             }
         }
-        let all_lost = !self.failed.is_empty() && self.ending.is_none();
+        let all_lost = !self.failed.is_empty() && self.ending.is_none() && !self.is_final;
         match restarts {
             Some(r) if all_lost && r.are_left() => Ok(Round::Restart),
             _ => Ok(Round::End),

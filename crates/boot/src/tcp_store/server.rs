@@ -4,17 +4,18 @@ use std::collections::HashMap;
 use std::net::TcpListener;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags};
 use rustix::io::Errno;
 use rustix::net::{SocketFlags, SocketType};
-use tilewire_core::{Deadline, Error, ErrorKind, Result, inject};
+use tilewire_core::{Deadline, Error, ErrorKind, Rank, Result, inject};
 
 use super::StoreAddr;
 use super::conn::{Conn, Stage};
 use super::wire::{self, MAX_BODY, MAX_HELLO, Request, Response};
+use crate::claim;
 use crate::handshake::HELLO_LIMIT;
 use crate::peer;
 use crate::refusals::{Reason, Refusals};
@@ -36,6 +37,7 @@ const MAX_BYTES: usize = 256 << 20;
 pub struct StoreServer {
     addr: StoreAddr,
     refused: Arc<Refusals>,
+    come: Arc<AtomicU64>,
     stop: Arc<AtomicBool>,
     bell: Arc<Bell>,
     thread: Option<Worker>,
@@ -63,11 +65,12 @@ impl StoreServer {
     pub(crate) fn try_bind(addr: &StoreAddr, secret: &Secret) -> Result<Option<Self>> {
         let Some((ear, addr)) = listen(addr, secret)? else { return Ok(None) };
         let (refused, stop) = (Arc::<Refusals>::default(), Arc::new(AtomicBool::new(false)));
-        let bell = Arc::new(Bell::new()?);
+        let (bell, come) = (Arc::new(Bell::new()?), Arc::<AtomicU64>::default());
         let mut service = Service {
             ear,
             secret: secret.clone(),
             refused: refused.clone(),
+            come: come.clone(),
             data: Data::default(),
             conns: Vec::new(),
             was_full: false,
@@ -77,7 +80,7 @@ impl StoreServer {
             // A broken poll ends the service: clients see the connection close, and say so.
             while !s.load(Ordering::Acquire) && service.turn(&b).is_ok() {}
         })?;
-        Ok(Some(Self { addr, refused, stop, bell, thread: Some(thread) }))
+        Ok(Some(Self { addr, refused, come, stop, bell, thread: Some(thread) }))
     }
 
     /// The address, with the port that the kernel chose.
@@ -88,6 +91,11 @@ impl StoreServer {
     /// Connections that were closed because their hello was bad or late.
     pub fn refused(&self) -> u64 {
         self.refused.total()
+    }
+
+    /// True once a rank has come to meet others here.
+    pub(crate) fn has_come(&self, rank: Rank) -> bool {
+        self.come.load(Ordering::Acquire) & bit(rank.get()) != 0
     }
 
     /// The reasons of those refusals; none if there are no refusals.
@@ -141,6 +149,10 @@ fn in_use(e: &Error) -> bool {
     cause == Some(&Errno::ADDRINUSE)
 }
 
+fn bit(rank: u32) -> u64 {
+    1u64.checked_shl(rank).unwrap_or(0)
+}
+
 #[derive(Default)]
 struct Data {
     map: HashMap<String, Vec<u8>>,
@@ -174,6 +186,8 @@ struct Service {
     ear: Ear,
     secret: Secret,
     refused: Arc<Refusals>,
+    /// The ranks that have claimed their places, as bits.
+    come: Arc<AtomicU64>,
     data: Data,
     conns: Vec<Conn>,
     /// True once the log has reported that no descriptor was free.
@@ -321,7 +335,11 @@ impl Service {
             }
             Stage::Ready | Stage::Waiting { .. } => match Request::decode(body).map_err(garbage)? {
                 Request::Set { key, value } => c.say(&self.data.set(key, value).encode()),
-                Request::Add { key, n } => c.say(&self.data.add(key, n).encode()),
+                Request::Add { key, n } => {
+                    let rank = claim::rank_of(&key).filter(|_| n > 0);
+                    self.come.fetch_or(rank.map_or(0, bit), Ordering::Release);
+                    c.say(&self.data.add(key, n).encode());
+                }
                 Request::Get { key, wait_ms } => {
                     let wait = Duration::from_millis(wait_ms.min(1 << 32));
                     c.stage = Stage::Waiting { key, until: Instant::now() + wait };
