@@ -19,16 +19,16 @@ use crate::stages::OFF;
 const NEVER: Duration = Duration::from_secs(40);
 
 /// A case on its way.
-struct Act<'a> {
+pub(super) struct Act<'a> {
     program: &'a Path,
     /// The driver of devices, if there are any.
     driver: Option<&'a Driver>,
-    case: &'a Case,
-    dir: PathBuf,
+    pub(super) case: &'a Case,
+    pub(super) dir: PathBuf,
     mark: String,
-    random: Random,
+    pub(super) random: Random,
     /// The observations, for the judge.
-    seen: Value,
+    pub(super) seen: Value,
 }
 
 /// Runs a case in a folder of its own; returns what was seen.
@@ -55,7 +55,7 @@ pub fn run((program, driver): (&Path, Option<&Driver>), case: &Case) -> Value {
     act.seen
 }
 
-type Io<T> = std::io::Result<T>;
+pub(super) type Io<T> = std::io::Result<T>;
 
 impl Act<'_> {
     fn play(&mut self) -> Io<()> {
@@ -70,12 +70,13 @@ impl Act<'_> {
             "files" => self.limited("-f", &["--checkpoint", "c", "--every", "10"]),
             "stranger" => self.stranger(),
             "damage" => self.damaged(),
+            "steady" => self.steady(),
             _ => self.restarted(),
         }
     }
 
     /// The case's words, with others for some, and more behind them.
-    fn words(&self, other: &[(&str, &str)], more: &[&str]) -> Vec<String> {
+    pub(super) fn words(&self, other: &[(&str, &str)], more: &[&str]) -> Vec<String> {
         let of = |w: &String| {
             let found = other.iter().find(|(a, _)| w == a).map(|(_, b)| (*b).to_owned());
             let own = (w == "SELF").then(|| self.program.display().to_string());
@@ -98,12 +99,12 @@ impl Act<'_> {
         self.driver.map_or_else(|| Command::new(program), |d| d.command(program, ranks))
     }
 
-    fn job(&self, words: &[String]) -> Io<Child> {
+    pub(super) fn job(&self, words: &[String]) -> Io<Child> {
         self.start(self.program, words, Stdio::from(File::create(self.dir.join("out"))?))
     }
 
     /// Waits for the end of a job since `harm`, and writes it down.
-    fn end(&mut self, job: &mut Child, harm: Instant) -> Io<()> {
+    pub(super) fn end(&mut self, job: &mut Child, harm: Instant) -> Io<()> {
         let status: Option<ExitStatus> = loop {
             match job.try_wait()? {
                 None if harm.elapsed() < NEVER => std::thread::sleep(Duration::from_millis(5)),
@@ -130,7 +131,7 @@ impl Act<'_> {
     }
 
     /// Waits until `enough`; false if the job ends before, or does not come so far.
-    fn until(&self, job: &mut Child, enough: impl Fn() -> bool) -> Io<bool> {
+    pub(super) fn until(&self, job: &mut Child, enough: impl Fn() -> bool) -> Io<bool> {
         let start = Instant::now();
         while !enough() {
             if job.try_wait()?.is_some() || start.elapsed() > NEVER {
@@ -141,7 +142,7 @@ impl Act<'_> {
         Ok(true)
     }
 
-    fn steps(&self) -> usize {
+    pub(super) fn steps(&self) -> usize {
         look::curve(&self.dir.join("m")).map_or(0, |c| c.len())
     }
 
@@ -286,7 +287,7 @@ impl Act<'_> {
 
     /// Compares the curve with that of the same job without harm: as threads, on a GPU as
     /// processes.
-    fn compare(&mut self, other: &[(&str, &str)]) -> Io<()> {
+    pub(super) fn compare(&mut self, other: &[(&str, &str)]) -> Io<()> {
         if self.steps() == 0 {
             return Ok(());
         }
@@ -319,7 +320,7 @@ impl Act<'_> {
 }
 
 /// Sends a signal by its name; false if nobody is there.
-fn send(pid: u32, name: &str) -> bool {
+pub(super) fn send(pid: u32, name: &str) -> bool {
     let kill = Command::new("kill").args([&format!("-{name}"), &pid.to_string()]).output();
     kill.is_ok_and(|o| o.status.success())
 }

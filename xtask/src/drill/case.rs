@@ -2,6 +2,8 @@
 
 use serde_json::{Value, json};
 
+use super::steady::ENDLESS;
+
 /// A job and the harm that is done to it.
 pub struct Case {
     pub seed: u64,
@@ -138,6 +140,30 @@ impl Case {
         // first step.
         let delay_ms = r.below(400);
         Self { seed, number, harm, words, delay_ms, devices, random: r }
+    }
+
+    /// One job of four ranks for so many seconds, of which a rank is killed every `period` seconds.
+    pub fn steady(seed: u64, seconds: u64, period: u64) -> Self {
+        let kills = seconds / period.max(1);
+        let harm = json!({ "kind": "steady", "ranks": 4, "kills": kills, "period": period });
+        let words = format!(
+            "run -n 4 --max-restarts {kills} -- SELF train --steps {ENDLESS} --metrics m --every EVERY \
+             --checkpoint c {MODEL} --cp 2 --tp 2"
+        );
+        let words = words.split_whitespace().map(str::to_owned).collect();
+        let (devices, random) = (Devices::None, Random(seed));
+        Self { seed, number: 0, harm, words, delay_ms: 0, devices, random }
+    }
+
+    /// The flags that run this case again, beside the seed.
+    pub fn again(&self) -> String {
+        match self.harm["period"].as_u64() {
+            Some(p) => {
+                let kills = self.harm["kills"].as_u64().unwrap_or(0);
+                format!("--seconds {} --every {p}", kills * p)
+            }
+            None => format!("--case {}{}", self.number, self.devices.flag()),
+        }
     }
 
     /// The kind of harm.

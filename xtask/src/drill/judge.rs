@@ -73,7 +73,7 @@ fn wrong(harm: &Value, seen: &Value) -> Option<String> {
                 .or_else(|| says("is damaged"))
                 .or_else(|| differs(seen))
         }
-        "restart" => {
+        "restart" | "steady" => {
             let kills = harm["kills"].as_u64().unwrap_or(0) as usize;
             let notes = err.lines().filter(|l| l.contains("ranks are started anew")).count();
             let wrong = format!("{notes} restarts for {kills} kills");
@@ -213,7 +213,12 @@ mod tests {
 
     #[test]
     fn restarts_are_counted() {
-        let harm = json!({ "kind": "restart", "kills": 2, "ranks": 4 });
+        for kind in ["restart", "steady"] {
+            restarts_of(json!({ "kind": kind, "kills": 2, "ranks": 4 }));
+        }
+    }
+
+    fn restarts_of(harm: Value) {
         let note = "tilewire run: rank 1 ...: 1 of 4 ranks are started anew: 1\n";
         let seen = |n: usize| json!({ "code": 0, "err": note.repeat(n), "left": [], "shm": [], "temp": [] });
         assert_eq!(judge(&harm, &seen(2)), "right");

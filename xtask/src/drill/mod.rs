@@ -11,6 +11,7 @@ mod act;
 mod case;
 mod judge;
 mod look;
+mod steady;
 
 use std::collections::BTreeMap;
 use std::io::{Read, Write};
@@ -47,6 +48,11 @@ pub struct DrillArgs {
     /// Only cases of this harm, as in `kill`.
     #[arg(long)]
     pub harm: Option<String>,
+    /// Instead of cases one job of four ranks over all the seconds, of which one is killed every so
+    /// many seconds; it writes a checkpoint about every 2 s, and the curve must be the whole one.
+    #[arg(long, conflicts_with_all = ["emulated", "gpu", "case", "harm"],
+          value_parser = clap::value_parser!(u64).range(1..))]
+    pub every: Option<u64>,
 }
 
 /// Counts of a drill.
@@ -93,13 +99,19 @@ pub fn run(root: &Path, args: &DrillArgs) -> Tally {
         if start.elapsed() > Duration::from_secs(args.seconds) {
             break;
         }
-        let case = Case::new(seed, number, devices);
+        let case = match args.every {
+            Some(period) => Case::steady(seed, args.seconds, period),
+            None => Case::new(seed, number, devices),
+        };
         if args.harm.as_ref().is_some_and(|h| case.harm() != *h) {
             continue;
         }
         let began = Instant::now();
         let seen = act::run((&program, driver.as_ref()), &case);
         tally.count(&case, &seen, &verdict(&case.harm, &seen), began.elapsed());
+        if args.every.is_some() {
+            break;
+        }
     }
     tally.print();
     tally
@@ -159,8 +171,7 @@ impl Tally {
                 }
                 let text = seen["err"].as_str().unwrap_or_default();
                 text.lines().rev().take(25).for_each(|l| println!("    {l}"));
-                let (seed, number, flag) = (case.seed, case.number, case.devices.flag());
-                println!("  again: cargo xtask drill --seed {seed} --case {number}{flag}");
+                println!("  again: cargo xtask drill --seed {} {}", case.seed, case.again());
             }
         }
         if took > Duration::from_secs(30) {
