@@ -13,7 +13,7 @@ use crate::mesh::Mesh;
 use crate::secret::Secret;
 use crate::secret_fd;
 use crate::store::Store;
-use crate::tcp_store::{StoreAddr, StoreClient, StoreServer};
+use crate::tcp_store::{StoreAddr, StoreClient, StoreServer, Watched, Who};
 use crate::threads::ThreadMesh;
 use crate::torch_store::TorchStore;
 
@@ -33,7 +33,7 @@ struct Joined {
 
 /// Stores that this process serves. They live as long as the process: a rank that is late may still
 /// ask for something when rank 0 has long dropped its world.
-static SERVED: Mutex<Vec<StoreServer>> = Mutex::new(Vec::new());
+static SERVED: Mutex<Vec<Arc<StoreServer>>> = Mutex::new(Vec::new());
 
 /// Connects this process to the other ranks of its job, all on this host. Collective.
 ///
@@ -119,7 +119,7 @@ fn earlier(store: &dyn Store, place: &Place, secret: &Secret) -> Result<u64> {
 /// may be among them.
 fn with_refusals(e: Error) -> Error {
     let served = SERVED.lock().unwrap_or_else(PoisonError::into_inner);
-    let reasons: Vec<_> = served.iter().filter_map(StoreServer::reasons).collect();
+    let reasons: Vec<_> = served.iter().filter_map(|s| s.reasons()).collect();
     if reasons.is_empty() {
         return e;
     }
@@ -143,10 +143,18 @@ fn open(place: &Place, secret: &Secret, deadline: Deadline) -> Result<Box<dyn St
             return Err(Error::invalid(msg));
         }
     };
+    let served = || SERVED.lock().unwrap_or_else(PoisonError::into_inner);
     if place.rank.get() == 0
         && let Some(server) = StoreServer::try_bind(&addr, secret)?
     {
-        SERVED.lock().unwrap_or_else(PoisonError::into_inner).push(server);
+        served().push(Arc::new(server));
     }
-    Ok(Box::new(StoreClient::connect(&addr, secret, deadline)?.ending(deadline)))
+    let who = Who::new(place.rank.get(), place.size, &place.job);
+    let client = StoreClient::connect_as(Some(who), &addr, secret, deadline)?.ending(deadline);
+    // Now, or by an earlier meeting.
+    let ours = served().iter().find(|s| *s.addr() == addr).cloned();
+    Ok(match ours.filter(|_| place.rank.get() == 0) {
+        Some(server) => Box::new(Watched::new(Box::new(client), server, who)),
+        None => Box::new(client),
+    })
 }

@@ -71,6 +71,11 @@ pub(crate) fn check_user(sock: &OwnedFd) -> Result<()> {
     judge(ours, theirs, overflow_user())
 }
 
+/// True for our user, by the numbers of our user namespace.
+pub(crate) fn is_our_user(theirs: u32) -> bool {
+    judge(rustix::process::geteuid().as_raw(), theirs, overflow_user()).is_ok()
+}
+
 /// `overflow` is the user that stands for all users that our user namespace does not map.
 fn judge(ours: u32, theirs: u32, overflow: Option<u32>) -> Result<()> {
     let refuse = |text: String| Error::new(ErrorKind::Permission, text);

@@ -6,13 +6,16 @@
 
 mod client;
 mod conn;
+mod other_secret;
 mod server;
 mod wire;
 
 use std::fmt;
 
 pub use client::StoreClient;
+pub(crate) use other_secret::Watched;
 pub use server::StoreServer;
+pub(crate) use wire::Who;
 
 /// The address that a [`StoreServer`] listens on.
 #[derive(Clone, PartialEq, Eq, Debug, Hash)]

@@ -150,15 +150,43 @@ fn fails_within(child: Child, s: f64) -> String {
     text
 }
 
+/// Each side says why, whichever has the wrong one, and a third rank says what rank 0 has found.
 #[test]
-fn a_rank_with_another_secret_is_refused_and_rank_0_reports_it() {
-    let port = free_port();
-    let zero = rank((0, 2), port, "a", &["--timeout-s", "3"]);
-    let other = fails_within(rank((1, 2), port, "b", &[]), 2.0);
-    assert!(other.contains("does not know our secret"), "{other}");
-    let zero = fails_within(zero, 5.0);
-    assert!(zero.contains("1 of 2 ranks did not arrive: r1"), "{zero}");
-    assert!(zero.contains("1 connection was refused: 1 with another secret"), "{zero}");
+fn a_rank_with_another_secret_ends_the_meeting_at_once() {
+    for (wrong, secrets) in [(1, ["a", "b", "a"]), (2, ["a", "a", "b"])] {
+        let port = free_port();
+        let zero = rank((0, 3), port, secrets[0], &[]);
+        let others = [1, 2].map(|r| rank((r, 3), port, secrets[r as usize], &[]));
+        let zero = fails_within(zero, 3.0);
+        assert!(zero.contains(&format!("r{wrong} has another secret")), "{zero}");
+        for (r, child) in (1..).zip(others) {
+            let text = fails_within(child, 3.0);
+            let want = if r == wrong { "does not know our secret" } else { "has another secret" };
+            // The store ends with rank 0.
+            assert!(text.contains(want) || text.contains("rank 0, which serves it"), "{r}: {text}");
+        }
+    }
+}
+
+/// A word alone ends nothing: neither that of a rank which comes with the right secret then, nor
+/// that of another world at this address.
+#[test]
+fn a_wrong_secret_does_not_end_the_meeting_of_others() {
+    for stranger in [(1, 2), (1, 3)] {
+        let port = free_port();
+        let zero = rank((0, 2), port, "a", &["--timeout-s", "20"]);
+        let other = fails_within(rank(stranger, port, "b", &[]), 2.0);
+        assert!(other.contains("does not know our secret"), "{other}");
+        if stranger == (1, 3) {
+            // Longer than rank 0 would wait for the right one.
+            std::thread::sleep(Duration::from_millis(2500));
+        }
+        let one = rank((1, 2), port, "a", &["--timeout-s", "20"]);
+        for child in [zero, one] {
+            let out = child.wait_with_output().unwrap();
+            assert!(out.status.success(), "{stranger:?}: {}", text(&out));
+        }
+    }
 }
 
 #[test]

@@ -1,5 +1,6 @@
 //! The asking side of a store.
 
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
@@ -7,7 +8,7 @@ use rustix::net::SocketType;
 use tilewire_core::{Deadline, Error, ErrorKind, Result};
 
 use super::StoreAddr;
-use super::wire::{self, MAX_BODY, MAX_HELLO, Request, Response};
+use super::wire::{self, MAX_BODY, MAX_HELLO, Request, Response, Who};
 use crate::peer;
 use crate::secret::{Secret, random_bytes};
 use crate::sock::{self, ConnectError};
@@ -20,15 +21,22 @@ const GET_SLACK: Duration = Duration::from_secs(1);
 /// Limit for one attempt at the hello: a live server answers in microseconds.
 const HELLO_WAIT: Duration = Duration::from_secs(5);
 
+/// Longest wait for a server that looks at who has come with another secret, and for one that has
+/// closed a connection before.
+const LAST_LOOK: Duration = Duration::from_millis(500);
+
 /// A [`Store`] served by a [`StoreServer`](crate::StoreServer) elsewhere.
 ///
 /// Threads do not wait for each other: each call has a connection of its own, kept for the next.
 pub struct StoreClient {
     addr: StoreAddr,
     secret: Secret,
+    who: Option<Who>,
     idle: Mutex<Vec<Stream>>,
     /// The end of the meeting that this is for: no request lasts much longer.
     end: Option<Deadline>,
+    /// A connection has broken: the server has ended, and will not come back.
+    lost: AtomicBool,
 }
 
 impl StoreClient {
@@ -40,9 +48,20 @@ impl StoreClient {
     /// runs as another user. `Unavailable` after 2 s if the host's name is not known, and after 6 s
     /// if the name service does not answer.
     pub fn connect(addr: &StoreAddr, secret: &Secret, deadline: Deadline) -> Result<Self> {
-        let first = open(addr, secret, deadline)?;
+        Self::connect_as(None, addr, secret, deadline)
+    }
+
+    /// As [`StoreClient::connect`], and says who it is where the server has another secret.
+    pub(crate) fn connect_as(
+        who: Option<Who>,
+        addr: &StoreAddr,
+        secret: &Secret,
+        deadline: Deadline,
+    ) -> Result<Self> {
+        let first = open((addr, secret, who.as_ref()), deadline)?;
         let idle = Mutex::new(vec![first]);
-        Ok(Self { addr: addr.clone(), secret: secret.clone(), idle, end: None })
+        let (addr, secret, lost) = (addr.clone(), secret.clone(), AtomicBool::new(false));
+        Ok(Self { addr, secret, who, idle, end: None, lost })
     }
 
     /// Ends requests with the meeting that they are for.
@@ -78,13 +97,21 @@ impl StoreClient {
         let kept = idle().pop();
         let conn = match kept {
             Some(c) => c,
-            None => open(&self.addr, &self.secret, deadline)?,
+            None => {
+                // Whoever has a last word for a server that has gone is not kept by it.
+                let lost = self.lost.load(Ordering::Relaxed);
+                let limit =
+                    if lost { deadline.remaining().min(LAST_LOOK) } else { deadline.remaining() };
+                let way = (&self.addr, &self.secret, self.who.as_ref());
+                open(way, Deadline::after(limit))?
+            }
         };
         // A connection that failed in the middle of a message is dropped, not kept.
         let answer = say(&conn, &body, deadline)
             .and_then(|()| hear(&conn, MAX_BODY + 1, deadline))
             .and_then(|b| Response::decode(&b))
             .map_err(|e| {
+                self.lost.fetch_or(e.kind() == ErrorKind::Io, Ordering::Relaxed);
                 let hint = match e.kind() {
                     ErrorKind::Io => format!(
                         "the launcher, or rank 0, which serves it at {}, has ended: its own error \
@@ -130,7 +157,10 @@ impl Store for StoreClient {
     }
 }
 
-fn open(addr: &StoreAddr, secret: &Secret, deadline: Deadline) -> Result<Stream> {
+/// Where a client goes, by which secret, and as who.
+type Way<'a> = (&'a StoreAddr, &'a Secret, Option<&'a Who>);
+
+fn open((addr, secret, who): Way<'_>, deadline: Deadline) -> Result<Stream> {
     let hosts = match addr {
         StoreAddr::Tcp(host, port) => resolve(host, *port, deadline)?,
         StoreAddr::Abstract(_) => Vec::new(),
@@ -141,7 +171,7 @@ fn open(addr: &StoreAddr, secret: &Secret, deadline: Deadline) -> Result<Stream>
             StoreAddr::Abstract(name) => unix(addr, name)?,
         };
         let limit = deadline.remaining().clamp(Duration::from_millis(100), HELLO_WAIT);
-        greet(&conn, addr, secret, Deadline::after(limit))?;
+        greet(&conn, (addr, secret, who), Deadline::after(limit))?;
         Ok(conn)
     })
 }
@@ -162,7 +192,7 @@ fn unix(addr: &StoreAddr, name: &str) -> Result<Stream> {
     }
 }
 
-fn greet(conn: &Stream, addr: &StoreAddr, secret: &Secret, deadline: Deadline) -> Result<()> {
+fn greet(conn: &Stream, (addr, secret, who): Way<'_>, deadline: Deadline) -> Result<()> {
     let client = random_bytes()?;
     say(conn, &wire::greeting(&client, None), deadline)?;
     let challenge = hear(conn, MAX_HELLO, deadline)
@@ -173,7 +203,9 @@ fn greet(conn: &Stream, addr: &StoreAddr, secret: &Secret, deadline: Deadline) -
     let due = wire::proof(secret, "server", &client, &server);
     if due != blake3::Hash::from_bytes(theirs) {
         // For its list of reasons: this is no proof under any secret.
-        say(conn, wire::OTHER_SECRET, deadline).ok();
+        say(conn, &wire::other_secret(who), deadline).ok();
+        // It looks at whose process this is, which it can see until this end is closed.
+        hear(conn, MAX_HELLO, Deadline::after(LAST_LOOK.min(deadline.remaining()))).ok();
         let msg = format!("the store at {addr} does not know our secret");
         return Err(Error::new(ErrorKind::Protocol, msg)
             .op("store")

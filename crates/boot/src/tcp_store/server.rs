@@ -14,6 +14,7 @@ use tilewire_core::{Deadline, Error, ErrorKind, Rank, Result, inject};
 
 use super::StoreAddr;
 use super::conn::{Conn, Stage};
+use super::other_secret::OtherSecrets;
 use super::wire::{self, MAX_BODY, MAX_HELLO, Request, Response};
 use crate::claim;
 use crate::handshake::HELLO_LIMIT;
@@ -38,6 +39,7 @@ pub struct StoreServer {
     addr: StoreAddr,
     refused: Arc<Refusals>,
     come: Arc<AtomicU64>,
+    others: Arc<OtherSecrets>,
     stop: Arc<AtomicBool>,
     bell: Arc<Bell>,
     thread: Option<Worker>,
@@ -66,11 +68,13 @@ impl StoreServer {
         let Some((ear, addr)) = listen(addr, secret)? else { return Ok(None) };
         let (refused, stop) = (Arc::<Refusals>::default(), Arc::new(AtomicBool::new(false)));
         let (bell, come) = (Arc::new(Bell::new()?), Arc::<AtomicU64>::default());
+        let others = Arc::<OtherSecrets>::default();
         let mut service = Service {
             ear,
             secret: secret.clone(),
             refused: refused.clone(),
             come: come.clone(),
+            others: others.clone(),
             data: Data::default(),
             conns: Vec::new(),
             was_full: false,
@@ -80,7 +84,7 @@ impl StoreServer {
             // A broken poll ends the service: clients see the connection close, and say so.
             while !s.load(Ordering::Acquire) && service.turn(&b).is_ok() {}
         })?;
-        Ok(Some(Self { addr, refused, come, stop, bell, thread: Some(thread) }))
+        Ok(Some(Self { addr, refused, come, others, stop, bell, thread: Some(thread) }))
     }
 
     /// The address, with the port that the kernel chose.
@@ -96,6 +100,11 @@ impl StoreServer {
     /// True once a rank has come to meet others here.
     pub(crate) fn has_come(&self, rank: Rank) -> bool {
         self.come.load(Ordering::Acquire) & bit(rank.get()) != 0
+    }
+
+    /// Those that have come with another secret.
+    pub(crate) fn other_secrets(&self) -> &OtherSecrets {
+        &self.others
     }
 
     /// The reasons of those refusals; none if there are no refusals.
@@ -188,6 +197,7 @@ struct Service {
     refused: Arc<Refusals>,
     /// The ranks that have claimed their places, as bits.
     come: Arc<AtomicU64>,
+    others: Arc<OtherSecrets>,
     data: Data,
     conns: Vec<Conn>,
     /// True once the log has reported that no descriptor was free.
@@ -323,7 +333,12 @@ impl Service {
                 c.say(&wire::greeting(&server, Some(proof)));
                 c.stage = Stage::Proof { client, server };
             }
-            Stage::Proof { .. } if body == wire::OTHER_SECRET => return Err(Reason::Secret),
+            Stage::Proof { .. } if let Some(who) = wire::read_other_secret(body) => {
+                if let Some(who) = who {
+                    self.others.note(&c.sock, matches!(self.ear, Ear::Tcp(_)), who);
+                }
+                return Err(Reason::Secret);
+            }
             Stage::Proof { client, server } => {
                 let theirs = <[u8; 32]>::try_from(body).map_err(|_| Reason::Garbage)?;
                 let ours = wire::proof(&self.secret, "client", client, server);

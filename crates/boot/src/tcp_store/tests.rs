@@ -298,6 +298,66 @@ fn a_host_that_is_not_known_is_no_reason_to_wait() {
     assert_eq!(e.kind(), ErrorKind::Unavailable, "{e}");
 }
 
+const CLAIM: &str = "BOOT_TEST_CLAIM";
+
+/// Comes to a store as rank 1 of 2, with another secret.
+fn claim(port: u16) {
+    let addr = StoreAddr::Tcp("127.0.0.1".to_owned(), port);
+    let who = Some(Who::new(1, 2, "job"));
+    let other = Secret::random().unwrap();
+    let e = StoreClient::connect_as(who, &addr, &other, soon()).err().unwrap();
+    assert!(e.message().contains("does not know our secret"), "{e}");
+}
+
+/// Who runs as another user says nothing that counts, whatever it says.
+#[test]
+fn another_user_with_another_secret_ends_no_meeting() {
+    if let Ok(port) = std::env::var(CLAIM) {
+        return claim(port.parse().unwrap());
+    }
+    if !rustix::process::geteuid().is_root() {
+        return did_not_run(Lack::Root, "this user cannot start a process of another one");
+    }
+    let secret = Secret::random().unwrap();
+    let server = std::sync::Arc::new(StoreServer::bind(&loopback(), &secret).unwrap());
+    let watched = || {
+        let client = StoreClient::connect(server.addr(), &secret, soon()).unwrap();
+        Watched::new(Box::new(client), server.clone(), Who::new(0, 2, "job"))
+    };
+    let begun = watched();
+    let status = Command::new("/proc/self/exe")
+        .args(["tcp_store::tests::another_user_with_another_secret_ends_no_meeting", "--exact"])
+        .env(CLAIM, port(&server).to_string())
+        .uid(12345)
+        .stdout(Stdio::null())
+        .status();
+    assert!(status.unwrap().success());
+    let e = begun.get("k", Deadline::after_s(2.5)).unwrap_err();
+    assert!(e.is_timeout(), "{e}");
+    assert_eq!(server.reasons().unwrap(), "1 connection was refused: 1 with another secret");
+    let begun = watched();
+    claim(port(&server));
+    let e = begun.get("k", Deadline::after_s(10.0)).unwrap_err();
+    assert!(e.kind() == ErrorKind::Protocol && e.message().starts_with("r1 has another"), "{e}");
+}
+
+/// Who has a last word for the store of a rank 0 that has ended is not kept by it.
+#[test]
+fn a_server_that_has_ended_is_not_waited_for() {
+    let secret = Secret::from_job("j");
+    for addr in [loopback(), fresh_name()] {
+        let server = StoreServer::bind(&addr, &secret).unwrap();
+        let c = StoreClient::connect(server.addr(), &secret, soon()).unwrap();
+        c.set("k", b"v").unwrap();
+        drop(server);
+        let start = Instant::now();
+        for _ in 0..3 {
+            c.set("k", b"v").unwrap_err();
+        }
+        assert!(start.elapsed() < Duration::from_secs(3), "{addr}: {:?}", start.elapsed());
+    }
+}
+
 /// A stopped server: `set` and `add` end with the meeting, not after half a minute.
 #[test]
 fn requests_of_a_meeting_end_with_it() {
