@@ -54,6 +54,21 @@ PRODUCTS = {
     "bulk": CUBE,
     "cp_attention": "--m 16384",
 }
+# Layers of 70 and 175 billion parameters: rows, and columns and contraction of all ranks together,
+# of which a rank has its part of the one that is cut.
+LAYERS = {
+    "ag_gemm": [
+        ("gate_up", [8192, 2048, 256], 57344, 8192),
+        ("qkv", [8192], 10240, 8192),
+        ("fc1", [8192], 49152, 12288),
+    ],
+    "gemm_rs": [
+        ("down", [8192, 2048, 256], 8192, 28672),
+        ("o_proj", [8192], 8192, 8192),
+        ("fc2", [8192], 12288, 49152),
+    ],
+    "gemm_ar": [("down", [8192, 256], 8192, 28672), ("o_proj", [8192], 8192, 8192)],
+}
 # What memory bounds: a rank alone, whose references are computed by its CPU.
 BY_MEMORY = {
     "quant": "--m 4096 --n 4096",
@@ -130,6 +145,33 @@ def bench(n):
     for op, shape in PRODUCTS.items():
         argv = tilewire(bench, "--iters 9 --op", op, shape, "--ranks", str(n))
         yield Config(f"op-{op}", argv, by_bench)
+    for op, name, (m, cols, inner) in layers(n):
+        shape = f"--m {m} --n {cols} --k {inner}"
+        argv = tilewire(bench, "--iters 9 --op", op, shape, "--ranks", str(n))
+        yield Config(f"layer-{op}-{name}-{m}", argv, by_bench)
+    yield Config(
+        f"rates-torch-symm-{n}",
+        ["python3", str(HERE / "torch_symm.py"), str(n), *torch_shapes(n)],
+        by_bench,
+        preload=False,
+        needs=no_torch(),
+    )
+
+
+def layers(n):
+    """Operation, name and product of one of n ranks (rows, columns, contraction) of LAYERS."""
+    for op, all_of in LAYERS.items():
+        for name, rows, cols, inner in all_of:
+            part = (cols // n, inner) if op == "ag_gemm" else (cols, inner // n)
+            for m in rows:
+                yield op, name, (m, *part)
+
+
+def torch_shapes(n):
+    """Those that torch has a fused operation for, as torch_symm.py takes them."""
+    for op, _, product in layers(n):
+        if op != "gemm_ar":
+            yield ",".join([op, *map(str, product)])
 
 
 def limits(n):

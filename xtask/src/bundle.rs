@@ -16,7 +16,7 @@ use serde_json::Value;
 const MAX_BYTES: u64 = 40 << 20;
 
 /// The files that are packed without being built: the runner, its interposer, a baseline.
-const TEXTS: [(&str, &str); 11] = [
+const TEXTS: [(&str, &str); 12] = [
     ("run.sh", include_str!("../bundle/run.sh")),
     ("run.py", include_str!("../bundle/run.py")),
     ("configs.py", include_str!("../bundle/configs.py")),
@@ -28,6 +28,7 @@ const TEXTS: [(&str, &str); 11] = [
     ("benches.py", include_str!("../bundle/benches.py")),
     ("nomulticast.c", include_str!("../bundle/nomulticast.c")),
     ("torch_rates.py", include_str!("../bundle/torch_rates.py")),
+    ("torch_symm.py", include_str!("../bundle/torch_symm.py")),
 ];
 
 /// Makes the bundle; what went wrong.
