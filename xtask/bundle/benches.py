@@ -69,6 +69,12 @@ LAYERS = {
     ],
     "gemm_ar": [("down", [8192, 256], 8192, 28672), ("o_proj", [8192], 8192, 8192)],
 }
+# Causal attention over all ranks: one document, and documents of 8192 rows.
+LONG = {
+    "32k": "--m 32768",
+    "64k": "--m 65536",
+    "64k-documents": "--m 65536 --documents 8",
+}
 # What memory bounds: a rank alone, whose references are computed by its CPU.
 BY_MEMORY = {
     "quant": "--m 4096 --n 4096",
@@ -149,6 +155,9 @@ def bench(n):
         shape = f"--m {m} --n {cols} --k {inner}"
         argv = tilewire(bench, "--iters 9 --op", op, shape, "--ranks", str(n))
         yield Config(f"layer-{op}-{name}-{m}", argv, by_bench)
+    for name, shape in LONG.items():
+        argv = tilewire(bench, "--iters 9 --op cp_attention", shape, "--ranks", str(n))
+        yield Config(f"cp-{name}", argv, by_bench)
     yield Config(
         f"rates-torch-symm-{n}",
         ["python3", str(HERE / "torch_symm.py"), str(n), *torch_shapes(n)],

@@ -508,6 +508,9 @@ pub struct BenchArgs {
     /// does).
     #[arg(long)]
     pub sms: Option<usize>,
+    /// On GPUs: equal documents that the rows of attention are packed of.
+    #[arg(long, default_value_t = 1)]
+    pub documents: usize,
     /// On GPUs: `ep_dispatch` and `ep_combine_bwd` bring rows straight to a receive buffer in
     /// symmetric memory.
     #[arg(long)]

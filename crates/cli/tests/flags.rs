@@ -274,6 +274,7 @@ const VALUES: &[Valued] = &[
     valued(&["--threshold", "1"], TIMED, 2, |_, on| on.err.contains("--compare")),
     valued(&["--bytes", "1024"], BENCH, 2, refused),
     valued(&["--sms", "16"], BENCH, 2, refused),
+    valued(&["--documents", "2"], BENCH, 2, refused),
     valued(&["--tokens", "128"], BENCH, 2, refused),
     valued(&["--hidden", "128"], BENCH, 2, refused),
     valued(&["--experts", "8"], BENCH, 2, refused),

@@ -78,6 +78,7 @@ fn device_options(args: &BenchArgs, backend: BackendKind) -> device::Options {
         layout: args.layout,
         sms: args.sms,
         zero_copy: args.zero_copy,
+        documents: args.documents,
         shape: (args.m, args.n, args.k),
         iters: args.iters,
         warmup: args.warmup,

@@ -49,6 +49,8 @@ pub struct Options {
     pub sms: Option<usize>,
     /// Rows of `ep` are received in place (zero copy).
     pub zero_copy: bool,
+    /// Equal documents that the rows of attention are packed of.
+    pub documents: usize,
     /// Rows in all, columns and contraction of a rank, of what multiplies.
     pub shape: (usize, usize, usize),
     /// Timed samples.
@@ -504,6 +506,7 @@ pub(super) mod tests {
             layout: RowOrder::ExpertMajor,
             sms: None,
             zero_copy: false,
+            documents: 1,
             shape: (1, 1, 1),
             iters: 2,
             warmup: 1,

@@ -37,7 +37,7 @@ const fn effect(flag: &'static str, host: &'static [Ops], devices: &'static [Ops
 
 /// The flags that have an effect for some operations alone; those that are not listed have one
 /// everywhere.
-const EFFECTS: [Effect; 12] = [
+const EFFECTS: [Effect; 13] = [
     effect(
         "m",
         &[OVERLAPPED, PRODUCTS, COLLECTIVES, ATTENTION, MATRICES, ROWS],
@@ -54,6 +54,7 @@ const EFFECTS: [Effect; 12] = [
     effect("align", &[EP, PERMUTE], &[EP, PERMUTE]),
     effect("layout", &[DISPATCH], &[DISPATCH]),
     effect("zero_copy", &[], &[ZERO_COPY]),
+    effect("documents", &[], &[ATTENTION]),
 ];
 
 /// Names of the arguments that stand on the command line, not those that have their default.

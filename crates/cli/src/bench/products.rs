@@ -12,7 +12,7 @@ use std::ops::Range;
 use tilewire::core::Rng;
 use tilewire::ops::ag_gemm::{AgGemmDesc, AgGemmInputs, AgGemmPlan};
 use tilewire::ops::attention::{
-    AttentionDesc, AttentionPlan, AttnGrads, AttnInputs, AttnMask, AttnOut, AttnSaved,
+    AttentionDesc, AttentionPlan, AttnGrads, AttnInputs, AttnMask, AttnOut, AttnSaved, Sequences,
 };
 use tilewire::ops::collective::{
     CollectiveBackend, CollectiveDesc, CollectiveKind, CollectivePlan, ReduceOp,
@@ -164,6 +164,11 @@ impl Bench<'_> {
             let text = "m must be at least the number of ranks, n and k must be positive";
             return Err(Error::invalid(format!("m={m} n={n} k={k}: {text}"))
                 .hint(format!("k must also be a multiple of {PERIOD}: operands repeat after it")));
+        }
+        let documents = self.o.documents;
+        if documents == 0 || !m.is_multiple_of(documents) {
+            return Err(Error::invalid(format!("{m} rows are no {documents} equal documents"))
+                .hint("give a number of documents that divides the rows"));
         }
         match op {
             "gemm" => Ok(vec![self.gemm_row()?]),
@@ -459,7 +464,9 @@ impl Pass {
 impl Bench<'_> {
     fn attention_desc(&self) -> AttentionDesc {
         let h = Heads::of(self.o.backend);
-        AttentionDesc::new(self.sizes().0, (h.q, h.kv), h.width, self.o.dtype, AttnMask::CAUSAL)
+        let (m, num) = (self.sizes().0, self.o.documents);
+        let d = AttentionDesc::new(m, (h.q, h.kv), h.width, self.o.dtype, AttnMask::CAUSAL);
+        AttentionDesc { sequences: Sequences::batched(num, m / num, m / num), ..d }
     }
 
     /// Rows of both passes of an operation; `flop` of the forward pass on this rank.
@@ -482,7 +489,11 @@ impl Bench<'_> {
         let times =
             [("fwd", self.time(|| fwd(&p))?, flop), ("bwd", self.time(|| bwd(&p))?, 2.5 * flop)];
         let h = Heads::of(self.o.backend);
-        let shape = format!("m={} heads={}/{} d={}", self.sizes().0, h.q, h.kv, h.width);
+        let packed = match self.o.documents {
+            1 => String::new(),
+            num => format!(" documents={num}"),
+        };
+        let shape = format!("m={} heads={}/{} d={}{packed}", self.sizes().0, h.q, h.kv, h.width);
         let row = |(pass, t, flop): (&str, Time, f64)| {
             let name = format!("{op}/{pass}");
             // The backward pass is compared by `verify` only.
@@ -492,10 +503,10 @@ impl Bench<'_> {
         times.into_iter().map(row).collect()
     }
 
-    /// Two products of 2 m^2 d each, half of them visible.
+    /// Two products of 2 m^2 d for each document of m rows, half of them visible.
     fn attention_flop(&self) -> f64 {
         let (m, h) = (self.sizes().0, Heads::of(self.o.backend));
-        2.0 * (m * m) as f64 * (h.width * h.q) as f64
+        2.0 * (m * m / self.o.documents) as f64 * (h.width * h.q) as f64
     }
 
     /// All rows on every GPU.
