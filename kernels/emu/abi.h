@@ -173,6 +173,8 @@ enum : unsigned { EMU_WG_F16 = 1, EMU_WG_A_MN = 2, EMU_WG_B_MN = 4 };
 unsigned long long emu_product_desc(const void* tile);
 void emu_product_fence();
 void emu_product(float* const* d, unsigned n, unsigned long long a, unsigned long long b, bool adds, unsigned flags);
+// The same with A in four registers of each lane, which must be as they are until a wait has ended.
+void emu_product_of_registers(float* const* d, unsigned n, const unsigned* const* a, unsigned long long b, bool adds, unsigned flags);
 void emu_product_commit();
 // Waits until all warps of the warpgroup have ended the groups that this warp is about to wait for.
 void emu_product_meet(unsigned groups);

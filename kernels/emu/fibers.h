@@ -89,6 +89,8 @@ struct Product {
     u64 a, b;      // descriptors
     unsigned flags;
     bool adds, read;
+    const unsigned* registers[32];  // of each lane, if A is there
+    unsigned held[32][4];           // what they had
     std::vector<unsigned short> tiles;  // once they are read: 16 rows of A, then B, 16 elements of k each
 };
 
@@ -98,8 +100,16 @@ struct Sums {
     std::vector<float> v;
 };
 
+// Registers that products had as sums or as A, and what they held at the last fence.
+struct Registers {
+    const char* at[32];  // of each lane
+    unsigned bytes;
+    std::vector<char> then;
+};
+
 // What one warp has issued.
 struct Products {
+    std::vector<Registers> known;
     std::vector<Product> waiting;
     std::vector<Sums> sums;
     unsigned groups;   // ended so far

@@ -158,7 +158,13 @@ unsigned short element_of(Fiber* f, u64 desc, bool mn, unsigned i, unsigned k) {
 void read_tiles(Fiber* f, Product* q, unsigned warp) {
     const unsigned first = warp % 4 * 16;
     for (unsigned i = 0; i < 16; i++)
-        for (unsigned k = 0; k < 16; k++) q->tiles.push_back(element_of(f, q->a, q->flags & EMU_WG_A_MN, first + i, k));
+        for (unsigned k = 0; k < 16; k++) {
+            // Of registers: lane, register, half.
+            const unsigned lane = i % 8 * 4 + k % 8 / 2, at = k / 8 * 2 + i / 8;
+            const bool held = q->registers[0] != nullptr;
+            q->tiles.push_back(held ? (unsigned short)(q->held[lane][at] >> k % 2 * 16)
+                                    : element_of(f, q->a, q->flags & EMU_WG_A_MN, first + i, k));
+        }
     for (unsigned i = 0; i < q->n; i++)
         for (unsigned k = 0; k < 16; k++) q->tiles.push_back(element_of(f, q->b, q->flags & EMU_WG_B_MN, i, k));
     q->read = true;
@@ -190,6 +196,43 @@ void multiply(Fiber* f, Products& p, Product* q) {
             const float x = a[row * 16 + k];
             for (unsigned i = 0; i < q->n; i++) s->v[row * q->n + i] += x * b[k * q->n + i];
         }
+}
+
+// Registers that a product reads must be as they were at the fence before it. Those that no product
+// had so far are not known, and not compared.
+void check_fence(Fiber* f, Products& p, const void* const* at, unsigned bytes, bool reads) {
+    for (Registers& r : p.known) {
+        if (r.at[0] != at[0] || r.bytes != bytes) continue;
+        for (unsigned lane = 0; lane < 32 && reads && !r.then.empty(); lane++)
+            if (memcmp(&r.then[lane * bytes], at[lane], bytes) != 0)
+                die(f, "a product in registers that were touched behind the last wgmma.fence");
+        return;
+    }
+    Registers r = {{}, bytes, {}};
+    memcpy(r.at, at, sizeof r.at);
+    p.known.push_back(std::move(r));
+}
+
+// Issues `q`, but for its group.
+void issue_product(Fiber* f, Product q) {
+    const unsigned n = q.n;
+    float* const* d = q.d;
+    Products& p = products_of(f);
+    if (!p.fenced) die(f, "a product in registers that were touched behind the last wgmma.fence");
+    if (q.registers[0] != nullptr) check_fence(f, p, (const void* const*)q.registers, sizeof q.held[0], true);
+    if (sums_at(p, d[0]) == nullptr) {
+        check_fence(f, p, (const void* const*)d, n / 2 * 4, q.adds);
+        p.sums.push_back({d[0], std::vector<float>(16 * n)});
+        for (unsigned lane = 0; lane < 32; lane++)
+            for (unsigned i = 0; i < n / 2; i++) {
+                p.sums.back().v[sum_index(lane, i, n)] = d[lane][i];
+                // Nobody may look there until a wait.
+                memset(&d[lane][i], 0xff, 4);
+            }
+    }
+    q.group = p.groups;
+    if (random(f->block->worker) % 2 == 0) read_tiles(f, &q, f->index / 32);
+    p.waiting.push_back(std::move(q));
 }
 
 void check_products(Fiber* f) {
@@ -317,26 +360,26 @@ u64 emu_product_desc(const void* tile) {
 }
 
 void emu_product_fence() {
-    products_of(self()).fenced = true;
+    Products& p = products_of(self());
+    p.fenced = true;
+    for (Registers& r : p.known) {
+        r.then.resize(32 * r.bytes);
+        for (unsigned lane = 0; lane < 32; lane++) memcpy(&r.then[lane * r.bytes], r.at[lane], r.bytes);
+    }
 }
 
 void emu_product(float* const* d, unsigned n, u64 a, u64 b, bool adds, unsigned flags) {
-    Fiber* f = self();
-    Products& p = products_of(f);
-    if (!p.fenced) die(f, "a product in registers that were touched behind the last wgmma.fence");
-    if (sums_at(p, d[0]) == nullptr) {
-        p.sums.push_back({d[0], std::vector<float>(16 * n)});
-        for (unsigned lane = 0; lane < 32; lane++)
-            for (unsigned i = 0; i < n / 2; i++) {
-                p.sums.back().v[sum_index(lane, i, n)] = d[lane][i];
-                // Nobody may look there until a wait.
-                memset(&d[lane][i], 0xff, 4);
-            }
-    }
-    Product q = {{}, n, p.groups, a, b, flags, adds, false, {}};
+    Product q = {{}, n, 0, a, b, flags, adds, false, {}, {}, {}};
     memcpy(q.d, d, sizeof q.d);
-    if (random(f->block->worker) % 2 == 0) read_tiles(f, &q, f->index / 32);
-    p.waiting.push_back(std::move(q));
+    issue_product(self(), std::move(q));
+}
+
+void emu_product_of_registers(float* const* d, unsigned n, const unsigned* const* a, u64 b, bool adds, unsigned flags) {
+    Product q = {{}, n, 0, 0, b, flags, adds, false, {}, {}, {}};
+    memcpy(q.d, d, sizeof q.d);
+    memcpy(q.registers, a, sizeof q.registers);
+    for (unsigned lane = 0; lane < 32; lane++) memcpy(q.held[lane], a[lane], sizeof q.held[lane]);
+    issue_product(self(), std::move(q));
 }
 
 void emu_product_commit() {
@@ -373,6 +416,9 @@ void emu_product_wait(unsigned groups) {
     const std::vector<Product> over(p.waiting.begin(), p.waiting.begin() + done);
     p.waiting.erase(p.waiting.begin(), p.waiting.begin() + done);
     for (const Product& q : over) {
+        for (unsigned lane = 0; lane < 32 && q.registers[0] != nullptr; lane++)
+            if (memcmp(q.held[lane], q.registers[lane], sizeof q.held[lane]) != 0)
+                die(f, "registers of a product that changed before it was waited for");
         Sums* s = sums_at(p, q.d[0]);
         bool more = s == nullptr;
         for (const Product& other : p.waiting) more |= other.d[0] == q.d[0];

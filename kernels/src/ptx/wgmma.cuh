@@ -1,5 +1,6 @@
-// Thin wrappers of warpgroup matrix instructions (sm_90a alone), which read both operands from
-// shared memory and complete late. No includes: fixed-width types are defined here.
+// Thin wrappers of warpgroup matrix instructions (sm_90a alone), which read operands from shared
+// memory, or the first one from registers, and complete late. No includes: fixed-width types are
+// defined here.
 //
 // Operands are tiles of 16-bit elements as a tensor map with a swizzle of 128 bytes writes them:
 //   K-major   a row of 64 elements of k (128 bytes) for each index of m or n, one behind the other
@@ -48,17 +49,25 @@ __device__ __forceinline__ void wgmma_hold(float (&d)[N]) {
     for (int i = 0; i < N; i++) asm volatile("" : "+f"(d[i])::"memory");
 }
 
+// The same of what products read from registers: these must not change before the wait.
+template <int N>
+__device__ __forceinline__ void wgmma_hold(u32 (&a)[N]) {
+#pragma unroll
+    for (int i = 0; i < N; i++) asm volatile("" : "+r"(a[i])::"memory");
+}
+
 // Lists of accumulators for the bodies below.
 #define TW_WG_R8(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
 #define TW_WG_R32(i) TW_WG_R8(i), TW_WG_R8(i + 8), TW_WG_R8(i + 16), TW_WG_R8(i + 24)
 #define TW_WG_L4 "%0, %1, %2, %3"
 #define TW_WG_L8 TW_WG_L4 ", %4, %5, %6, %7"
 #define TW_WG_L16 TW_WG_L8 ", %8, %9, %10, %11, %12, %13, %14, %15"
-#define TW_WG_L32 TW_WG_L16 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-#define TW_WG_L64 TW_WG_L32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47" \
-    ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-#define TW_WG_L96 TW_WG_L64 ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79" \
-    ", %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
+#define TW_WG_L24 TW_WG_L16 ", %16, %17, %18, %19, %20, %21, %22, %23"
+#define TW_WG_L32 TW_WG_L24 ", %24, %25, %26, %27, %28, %29, %30, %31"
+#define TW_WG_L48 TW_WG_L32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
+#define TW_WG_L64 TW_WG_L48 ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define TW_WG_L80 TW_WG_L64 ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79"
+#define TW_WG_L96 TW_WG_L80 ", %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
 #define TW_WG_L112 TW_WG_L96 ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111"
 #define TW_WG_L128 TW_WG_L112 ", %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 
@@ -76,7 +85,7 @@ __device__ __forceinline__ void wgmma_hold(float (&d)[N]) {
 // more of each: d[4 j] to d[4 j + 3]. A_MN, B_MN: the operand is MN-major.
 template <int N, bool F16, int A_MN, int B_MN>
 __device__ __forceinline__ void wgmma_m64k16_f32(float (&d)[N / 2], u64 a_desc, u64 b_desc, u32 accumulate) {
-    static_assert(N == 8 || N == 16 || N == 32 || N == 64 || N == 128 || N == 192 || N == 224 || N == 256, "no such width");
+    static_assert(N == 8 || N == 16 || N == 32 || N == 48 || N == 64 || N == 96 || N == 128 || N == 160 || N == 192 || N == 224 || N == 256, "no such width");
     if constexpr (N == 8) {
         if constexpr (F16) TW_WGMMA("f16", 8, TW_WG_L4, "%4", "%5", "%6", "%7", "%8", "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]));
         else TW_WGMMA("bf16", 8, TW_WG_L4, "%4", "%5", "%6", "%7", "%8", "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]));
@@ -86,12 +95,21 @@ __device__ __forceinline__ void wgmma_m64k16_f32(float (&d)[N / 2], u64 a_desc, 
     } else if constexpr (N == 32) {
         if constexpr (F16) TW_WGMMA("f16", 32, TW_WG_L16, "%16", "%17", "%18", "%19", "%20", TW_WG_R8(0), TW_WG_R8(8));
         else TW_WGMMA("bf16", 32, TW_WG_L16, "%16", "%17", "%18", "%19", "%20", TW_WG_R8(0), TW_WG_R8(8));
+    } else if constexpr (N == 48) {
+        if constexpr (F16) TW_WGMMA("f16", 48, TW_WG_L24, "%24", "%25", "%26", "%27", "%28", TW_WG_R8(0), TW_WG_R8(8), TW_WG_R8(16));
+        else TW_WGMMA("bf16", 48, TW_WG_L24, "%24", "%25", "%26", "%27", "%28", TW_WG_R8(0), TW_WG_R8(8), TW_WG_R8(16));
     } else if constexpr (N == 64) {
         if constexpr (F16) TW_WGMMA("f16", 64, TW_WG_L32, "%32", "%33", "%34", "%35", "%36", TW_WG_R32(0));
         else TW_WGMMA("bf16", 64, TW_WG_L32, "%32", "%33", "%34", "%35", "%36", TW_WG_R32(0));
+    } else if constexpr (N == 96) {
+        if constexpr (F16) TW_WGMMA("f16", 96, TW_WG_L48, "%48", "%49", "%50", "%51", "%52", TW_WG_R32(0), TW_WG_R8(32), TW_WG_R8(40));
+        else TW_WGMMA("bf16", 96, TW_WG_L48, "%48", "%49", "%50", "%51", "%52", TW_WG_R32(0), TW_WG_R8(32), TW_WG_R8(40));
     } else if constexpr (N == 128) {
         if constexpr (F16) TW_WGMMA("f16", 128, TW_WG_L64, "%64", "%65", "%66", "%67", "%68", TW_WG_R32(0), TW_WG_R32(32));
         else TW_WGMMA("bf16", 128, TW_WG_L64, "%64", "%65", "%66", "%67", "%68", TW_WG_R32(0), TW_WG_R32(32));
+    } else if constexpr (N == 160) {
+        if constexpr (F16) TW_WGMMA("f16", 160, TW_WG_L80, "%80", "%81", "%82", "%83", "%84", TW_WG_R32(0), TW_WG_R32(32), TW_WG_R8(64), TW_WG_R8(72));
+        else TW_WGMMA("bf16", 160, TW_WG_L80, "%80", "%81", "%82", "%83", "%84", TW_WG_R32(0), TW_WG_R32(32), TW_WG_R8(64), TW_WG_R8(72));
     } else if constexpr (N == 192) {
         if constexpr (F16) TW_WGMMA("f16", 192, TW_WG_L96, "%96", "%97", "%98", "%99", "%100", TW_WG_R32(0), TW_WG_R32(32), TW_WG_R32(64));
         else TW_WGMMA("bf16", 192, TW_WG_L96, "%96", "%97", "%98", "%99", "%100", TW_WG_R32(0), TW_WG_R32(32), TW_WG_R32(64));
@@ -101,6 +119,33 @@ __device__ __forceinline__ void wgmma_m64k16_f32(float (&d)[N / 2], u64 a_desc, 
     } else if constexpr (N == 256) {
         if constexpr (F16) TW_WGMMA("f16", 256, TW_WG_L128, "%128", "%129", "%130", "%131", "%132", TW_WG_R32(0), TW_WG_R32(32), TW_WG_R32(64), TW_WG_R32(96));
         else TW_WGMMA("bf16", 256, TW_WG_L128, "%128", "%129", "%130", "%131", "%132", TW_WG_R32(0), TW_WG_R32(32), TW_WG_R32(64), TW_WG_R32(96));
+    }
+}
+
+// The same with A in registers.
+#define TW_WGMMA_R(type, n, list, a0, a1, a2, a3, b, p, tb, ...)                                                        \
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " p ", 0;\n"                                                     \
+                 "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." type "." type " {" list "}, {" a0 ", " a1 ", " a2     \
+                 ", " a3 "}, " b ", p, 1, 1, " tb ";\n}"                                                               \
+                 : __VA_ARGS__                                                                                       \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b_desc), "r"(accumulate), "n"(B_MN)                \
+                 : "memory")
+
+// The same product with A in four registers of each lane, as sums of 16 columns lie (see above),
+// rounded and paired: of columns 0-7 of rows l / 4 and of 8 more, then of columns 8-15. They are
+// read until the wait.
+template <int N, bool F16, int B_MN>
+__device__ __forceinline__ void wgmma_m64k16_f32_registers(float (&d)[N / 2], const u32* a, u64 b_desc, u32 accumulate) {
+    static_assert(N == 64 || N == 128 || N == 256, "no such width");
+    if constexpr (N == 64) {
+        if constexpr (F16) TW_WGMMA_R("f16", 64, TW_WG_L32, "%32", "%33", "%34", "%35", "%36", "%37", "%38", TW_WG_R32(0));
+        else TW_WGMMA_R("bf16", 64, TW_WG_L32, "%32", "%33", "%34", "%35", "%36", "%37", "%38", TW_WG_R32(0));
+    } else if constexpr (N == 128) {
+        if constexpr (F16) TW_WGMMA_R("f16", 128, TW_WG_L64, "%64", "%65", "%66", "%67", "%68", "%69", "%70", TW_WG_R32(0), TW_WG_R32(32));
+        else TW_WGMMA_R("bf16", 128, TW_WG_L64, "%64", "%65", "%66", "%67", "%68", "%69", "%70", TW_WG_R32(0), TW_WG_R32(32));
+    } else if constexpr (N == 256) {
+        if constexpr (F16) TW_WGMMA_R("f16", 256, TW_WG_L128, "%128", "%129", "%130", "%131", "%132", "%133", "%134", TW_WG_R32(0), TW_WG_R32(32), TW_WG_R32(64), TW_WG_R32(96));
+        else TW_WGMMA_R("bf16", 256, TW_WG_L128, "%128", "%129", "%130", "%131", "%132", "%133", "%134", TW_WG_R32(0), TW_WG_R32(32), TW_WG_R32(64), TW_WG_R32(96));
     }
 }
 

@@ -32,6 +32,11 @@ __device__ __forceinline__ void wgmma_hold(float (&d)[N]) {
     (void)d;
 }
 
+template <int N>
+__device__ __forceinline__ void wgmma_hold(u32 (&a)[N]) {
+    (void)a;
+}
+
 struct EmuProduct {
     float* d;
     u64 a, b;
@@ -51,6 +56,29 @@ __device__ __forceinline__ void wgmma_m64k16_f32(float (&d)[N / 2], u64 a_desc, 
         }
         const u32 flags = (F16 ? EMU_WG_F16 : 0) | (A_MN ? EMU_WG_A_MN : 0) | (B_MN ? EMU_WG_B_MN : 0);
         emu_product(all, N, w.in(0).a, w.in(0).b, w.in(0).accumulate != 0, flags);
+    });
+}
+
+struct EmuRegisterProduct {
+    float* d;
+    const u32* a;
+    u64 b;
+    u32 accumulate;
+};
+
+template <int N, bool F16, int B_MN>
+__device__ __forceinline__ void wgmma_m64k16_f32_registers(float (&d)[N / 2], const u32* a, u64 b_desc, u32 accumulate) {
+    const EmuRegisterProduct in = {d, a, b_desc, accumulate};
+    emu_whole_warp<EmuRegisterProduct, EmuNothing>("wgmma.mma_async", in, [](const EmuWarp<EmuRegisterProduct, EmuNothing>& w) {
+        float* all[32];
+        const u32* registers[32];
+        for (u32 lane = 0; lane < 32; lane++) {
+            const EmuRegisterProduct &one = w.in(lane), &first = w.in(0);
+            if (one.b != first.b || (one.accumulate != 0) != (first.accumulate != 0)) emu_fail("a product whose lanes give different operands");
+            all[lane] = one.d, registers[lane] = one.a;
+        }
+        const u32 flags = (F16 ? EMU_WG_F16 : 0) | (B_MN ? EMU_WG_B_MN : 0);
+        emu_product_of_registers(all, N, registers, w.in(0).b, w.in(0).accumulate != 0, flags);
     });
 }
 

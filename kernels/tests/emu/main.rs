@@ -52,6 +52,7 @@ mod reduce;
 mod run;
 mod signal;
 mod team;
+mod wgmma;
 
 use std::panic::{self, AssertUnwindSafe};
 use std::process::ExitCode;
@@ -84,6 +85,7 @@ fn all_tests() -> Vec<Test> {
         gemm::TESTS,
         gemm_aux::TESTS,
         gemm_mutants::TESTS,
+        wgmma::TESTS,
         hopper::TESTS,
         hopper_grouped::TESTS,
         hopper_mutants::TESTS,
