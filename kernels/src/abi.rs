@@ -322,7 +322,7 @@ abi! {
     }
 
     /// A segment of consecutive rows of one sequence.
-    "attention/common.cuh" TwSeg {
+    "attention/segments.cuh" TwSeg {
         row: u32,
         len: u32,
         pos: u32,
@@ -334,7 +334,7 @@ abi! {
     }
 
     /// Attention, forward and backward.
-    "attention/common.cuh" TwAttn {
+    "attention/segments.cuh" TwAttn {
         q: u64,
         k: u64,
         v: u64,
@@ -377,8 +377,15 @@ abi! {
         in_type: u32,
     }
 
+    /// The order in which the forward kernel for sm_90a takes tiles.
+    "attention/hopper.cuh" TwAttnOrder {
+        counter: u64,
+        heads: u32,
+        pad: u32,
+    }
+
     /// Segments that `tw_attn_table` writes to device memory.
-    "attention/common.cuh" TwTable {
+    "attention/segments.cuh" TwTable {
         to: u64,
         num: u32,
         pad: u32,

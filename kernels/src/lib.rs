@@ -191,6 +191,7 @@ pub const ALL: &[Source] = &[
     portable::OPTIMIZER,
     attention::SM80_ATTENTION,
     attention::PLAIN_ATTENTION,
+    attention::hopper::SM90_ATTENTION,
     LINKS,
     LINKS_BULK,
     LITMUS,

@@ -13,6 +13,7 @@ use std::time::Instant;
 use object::{Object, ObjectSection};
 use tilewire_device::cuda::{Nvrtc, load_nvrtc};
 use tilewire_device::jit::{Compiler, KernelSpec, kernel_uses};
+use tilewire_kernels::attention::hopper::{HopperVariant, SM90_ATTENTION};
 use tilewire_kernels::portable::portable;
 use tilewire_kernels::{ALL, Source};
 
@@ -88,15 +89,17 @@ fn compile(s: &Source, defines: &[(String, u64)], arch: &str) -> Result<String, 
         }
     }
     if is_of_hopper(s) {
-        table += &machine_code(&done.cubin).map_err(|e| format!("{}: {e}", s.name))?;
+        table += &machine_code(s, defines, &done.cubin).map_err(|e| format!("{}: {e}", s.name))?;
     }
     let found = s.kernels.iter().all(|k| uses.iter().any(|u| u.name == *k));
     if found { Ok(table) } else { Err(format!("{}: not every kernel is there: {uses:?}", s.name)) }
 }
 
-/// Instructions of the core's machine code, by the low 12 bits of their first word, as nvdisasm
+/// Instructions of machine code for sm_90a, by the low 12 bits of their first word, as nvdisasm
 /// 13.0 names them.
 const HGMMA: u64 = 0x9f0;
+/// HGMMA with A in registers.
+const HGMMA_R: u64 = 0xdf0;
 const USETMAXREG: u64 = 0x9c8;
 const LDL: u64 = 0x983;
 const STL: u64 = 0x387;
@@ -104,11 +107,29 @@ const MEMBAR: u64 = 0x992;
 /// The scope of a MEMBAR, in its second word, if it is the whole GPU.
 const OF_GPU: u64 = 0xa;
 
-/// Counts what must be in the machine code of a kernel of the core, and what must not: products by
-/// warpgroups, registers given and taken, nothing in local memory, and of barriers that wait for
-/// the whole GPU's memory only those where the blocks of a cluster meet and where the number of a
-/// tile is published, none in the loop over k.
-fn machine_code(cubin: &[u8]) -> Result<String, String> {
+/// What is counted in the machine code of a kernel: products of two tiles in shared memory, and
+/// with A in registers; registers given and taken; loads and stores of local memory; barriers that
+/// wait for the whole GPU's memory.
+type Counts = [usize; 5];
+
+/// What must be in the machine code of kernel `name`.
+fn expected(s: &Source, defines: &[(String, u64)], name: &str) -> Counts {
+    if name == "tw_attn_table" {
+        return [0; 5];
+    }
+    if s.name != SM90_ATTENTION.name {
+        // 64 elements of k are four products. The barriers stand where the blocks of a cluster meet
+        // and where the number of a tile is published, none in the loop over k.
+        return [4, 0, 2, 0, 3];
+    }
+    let all = HopperVariant::all();
+    let v = all.iter().find(|v| v.defines() == defines).expect("a variant of the list");
+    // Each product stands in three places: first or last, in the loop, between two tiles.
+    [3 * v.dqk / 16, 3 * v.keys() / 16, 2, 0, 0]
+}
+
+/// Counts the instructions of each kernel: they must be those that are expected.
+fn machine_code(s: &Source, defines: &[(String, u64)], cubin: &[u8]) -> Result<String, String> {
     let file = object::File::parse(cubin).map_err(|e| e.to_string())?;
     let mut table = String::new();
     for section in file.sections() {
@@ -125,10 +146,12 @@ fn machine_code(cubin: &[u8]) -> Result<String, String> {
             .chunks_exact(2)
             .filter(|w| w[0] & 0xfff == MEMBAR && w[1] >> 12 & 0xf == OF_GPU)
             .count();
-        let found = [count(HGMMA), count(USETMAXREG), count(LDL) + count(STL), of_gpu];
-        // 64 elements of k are four products.
-        if found != [4, 2, 0, 3] {
-            return Err(format!("{name}: products, setmaxnreg, local memory, barriers {found:?}"));
+        let local = count(LDL) + count(STL);
+        let found = [count(HGMMA), count(HGMMA_R), count(USETMAXREG), local, of_gpu];
+        let wanted = expected(s, defines, name);
+        if found != wanted {
+            let what = "products, those of registers, setmaxnreg, local memory, barriers";
+            return Err(format!("{name}: {what}: {found:?}, not {wanted:?}"));
         }
         table += &format!("    {name:<20} machine code {} instructions\n", words.len() / 2);
     }

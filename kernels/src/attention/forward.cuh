@@ -134,17 +134,10 @@ __device__ __forceinline__ void tw_f_finish(const TwAttn& a, TwRows& r, const Tw
 #pragma unroll
         for (u32 half = 0; half < 2; half++) {
             const float mine = r.max[i][half] == -TW_INF ? -TW_INF : r.max[i][half] * factor;
-            const float sum = tw_quad_sum(r.sum[i][half]), top = fmaxf(mine, extra);
             const u32 row = tw_row<TW_F_MT>(i, 2 * half);
-            // A NaN score does not show in the maximum, but in the sum.
-            const bool empty = top == -TW_INF && sum == 0.0f;
-            const float base = top == -TW_INF ? 0.0f : top;
-            const float part = mine == -TW_INF && sum == 0.0f ? 0.0f : exp2f((mine == -TW_INF ? 0.0f : mine) - base);
-            const float total = sum * part + (sink ? exp2f(extra - base) : 0.0f);
-            if (threadIdx.x % 4 == 0 && row < num)
-                a.lse[(i64)head * a.tokens_q + own.row + first + row] =
-                    empty ? -TW_INF : (base + log2f(total)) * TW_LN2;
-            float f = empty ? 0.0f : part / total;
+            const TwFinished end = tw_finish_row(mine, tw_quad_sum(r.sum[i][half]), extra);
+            if (threadIdx.x % 4 == 0 && row < num) a.lse[(i64)head * a.tokens_q + own.row + first + row] = end.lse;
+            float f = end.factor;
             if (TW_ATTN_EXTRA) f *= a.keep;
             r.sum[i][half] = f;
         }

@@ -2,6 +2,10 @@
 
 use crate::Source;
 
+pub mod hopper;
+
+use hopper::{HopperVariant, SM90_ATTENTION};
+
 /// Attention of 16-bit types on any GPU from sm_80 on. See [`Variant`] for its definitions.
 pub const SM80_ATTENTION: Source = Source {
     name: "attention/sm80_attention.cu",
@@ -232,7 +236,11 @@ pub fn attention() -> Vec<(Source, Vec<(String, u64)>)> {
     let merges = [64, 128, 256].into_iter().flat_map(|dv| [0, 1].map(|output| merge(output, dv)));
     let plain = plain_variants().into_iter().chain(merges).map(|p| p.defines());
     let parts = plain_variants().into_iter().filter(|p| p.output != 2).map(|p| p.parts());
-    tiles.chain(plain.chain(parts).map(|defines| (PLAIN_ATTENTION, defines))).collect()
+    let hopper = HopperVariant::all().into_iter().map(|v| (SM90_ATTENTION, v.defines()));
+    tiles
+        .chain(plain.chain(parts).map(|defines| (PLAIN_ATTENTION, defines)))
+        .chain(hopper)
+        .collect()
 }
 
 #[cfg(test)]

@@ -10,7 +10,7 @@ use tilewire_kernels::attention::{PLAIN_ATTENTION, PLAIN_ROWS, SM80_ATTENTION, T
 
 use crate::compile::Unit;
 use crate::gemm::{Type, number};
-use crate::host::{Kernel, Lib, RUNTIME};
+use crate::host::{Kernel, Launch, Lib, RUNTIME};
 use crate::memory::{ANY, Memory};
 use crate::run::Run;
 
@@ -191,6 +191,8 @@ pub struct Case {
     pub out: Type,
     /// Elements between rows.
     pub pad: usize,
+    /// A row of queries that is NaN.
+    pub nan: Option<usize>,
 }
 
 /// A query and a key that see each other.
@@ -227,6 +229,7 @@ pub fn case(sq: usize, skv: usize) -> Case {
         sink: false,
         out: Type::F32,
         pad: 0,
+        nan: None,
     }
 }
 
@@ -374,7 +377,9 @@ impl Case {
         let sink = self.sink.then(|| f64::from(Self::sink_of(h)));
         let all = pairs.iter().map(|t| t.z).chain(sink);
         let max = all.clone().fold(f64::NEG_INFINITY, f64::max);
-        if max == f64::NEG_INFINITY {
+        if all.clone().any(f64::is_nan) {
+            f64::NAN
+        } else if max == f64::NEG_INFINITY {
             max
         } else {
             max + all.map(|z| (z - max).exp()).sum::<f64>().ln()
@@ -385,8 +390,21 @@ impl Case {
     pub fn inputs(&self, on: &Build) -> [Vec<f32>; 3] {
         let (hq, hkv) = self.heads;
         let (qk, v) = (on.dqk, on.dv);
-        [(1, &self.q, hq * qk), (2, &self.kv, hkv * qk), (3, &self.kv, hkv * v)]
-            .map(|(t, spans, width)| Self::tensor(on, t, spans, width))
+        let mut x = [(1, &self.q, hq * qk), (2, &self.kv, hkv * qk), (3, &self.kv, hkv * v)]
+            .map(|(t, spans, width)| Self::tensor(on, t, spans, width));
+        if let Some(row) = self.nan {
+            x[0][row * hq * qk..][..hq * qk].fill(f32::NAN);
+        }
+        x
+    }
+
+    /// Fills rows that belong to no sequence with NaN, which must not come into any sum.
+    fn poison(&self, of_q: bool, values: &mut [f32], width: usize) {
+        for (seg, seq) in self.segs(of_q) {
+            if seq.is_none() {
+                values[seg.row as usize * width..][..seg.len as usize * width].fill(f32::NAN);
+            }
+        }
     }
 
     /// lse and the output of row `r`, each element with its bound.
@@ -467,13 +485,30 @@ impl Case {
 
     /// Runs the forward pass; the bytes of the output and lse. Panics if an element is wrong.
     pub fn check(&self, on: &Build, seed: u64) -> (Vec<u8>, Vec<f32>) {
+        let kernel = on.kernel("tw_attn_fwd");
+        self.check_by(on, seed, |p, _| {
+            let block = [32 * on.tiles.fwd.warps as u32, 1, 1];
+            kernel.grid([p.tiles * p.heads_q, 1, 1], block).smem(on.fwd_smem() as u32).arg(p)
+        })
+    }
+
+    /// The same by the launch that is made of the parameters and a word that is zero, and must be
+    /// zero at the end.
+    pub fn check_by<'a>(
+        &self,
+        on: &Build,
+        seed: u64,
+        launch: impl FnOnce(&TwAttn, u64) -> Launch<'a>,
+    ) -> (Vec<u8>, Vec<f32>) {
         let (ty, (hq, hkv)) = (Self::narrow(on), self.heads);
-        let tensor = |name, t, spans: &[Range<usize>], width| {
-            Self::memory(name, ty, &Self::tensor(on, t, spans, width), width, self.pad)
+        let [q, k, v] = self.inputs(on);
+        let tensor = |name, of_q, mut x: Vec<f32>, width| {
+            self.poison(of_q, &mut x, width);
+            Self::memory(name, ty, &x, width, self.pad)
         };
-        let q = tensor("q", 1, &self.q, hq * on.dqk);
-        let k = tensor("k", 2, &self.kv, hkv * on.dqk);
-        let v = tensor("v", 3, &self.kv, hkv * on.dv);
+        let q = tensor("q", true, q, hq * on.dqk);
+        let k = tensor("k", false, k, hkv * on.dqk);
+        let v = tensor("v", false, v, hkv * on.dv);
         let rows = Self::rows(&self.q);
         let poison = vec![f32::NAN; rows * hq * on.dv];
         let out = Self::memory("out", self.out, &poison, hq * on.dv, self.pad);
@@ -497,16 +532,13 @@ impl Case {
             tiles,
             ..self.param(on)
         };
-        let kernel = on.kernel("tw_attn_fwd");
-        let grid = [tiles * hq as u32, 1, 1];
-        let launch = kernel
-            .grid(grid, [32 * on.tiles.fwd.warps as u32, 1, 1])
-            .smem(on.fwd_smem() as u32)
-            .arg(&p);
-        let memory = [&q, &k, &v, &out, &lse, &bias, &sink, &own_m, &other_m];
+        let counter = Memory::new("counter", ANY, 4);
+        let launch = launch(&p, counter.addr());
+        let memory = [&q, &k, &v, &out, &lse, &bias, &sink, &own_m, &other_m, &counter];
         let mut run = Run::new(seed).memory(memory).stream(0, vec![launch]);
         run.yield_permille = if seed.is_multiple_of(2) { 200 } else { 5 };
         run.go().unwrap_or_else(|e| panic!("{self:?}: {e}"));
+        assert_eq!(counter.read::<u32>(), [0], "{self:?}: the counter of tiles");
         let (bytes, lse) = (out.read::<u8>(), lse.read::<f32>());
         self.compare(on, &bytes, &lse);
         (bytes, lse)
@@ -519,12 +551,15 @@ impl Case {
         for (h, r) in (0..hq).flat_map(|h| (0..rows).map(move |r| (h, r))) {
             let (l, y) = self.reference(on, &x, h, r);
             let seen = f64::from(lse[h * rows + r]);
-            let good = seen == l || l.is_finite() && (seen - l).abs() <= 2e-6 * (4.0 + l.abs());
+            let good = seen == l
+                || seen.is_nan() && l.is_nan()
+                || l.is_finite() && (seen - l).abs() <= 2e-6 * (4.0 + l.abs());
             assert!(good, "{self:?}: lse {seen}, not {l}, at head {h} row {r}");
             for (d, (y, e)) in y.iter().enumerate() {
                 let g = f64::from(got[r * ld + h * on.dv + d]);
                 let at = format_args!("head {h} row {r} column {d}");
-                assert!((g - y).abs() <= *e, "{self:?}: {g}, not {y} +- {e} at {at}");
+                let good = (g - y).abs() <= *e || g.is_nan() && y.is_nan();
+                assert!(good, "{self:?}: {g}, not {y} +- {e} at {at}");
             }
         }
         for row in got.chunks(ld) {

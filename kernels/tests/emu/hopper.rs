@@ -26,9 +26,14 @@ pub const TESTS: &[Test] = tests![
 const MARK: u64 = 0x7061_6d2d_726f_7374;
 const SWIZZLE: u8 = 128;
 
-/// A tensor map of three dimensions, from the innermost on: sizes, bytes from index to index of the
-/// outer ones, and the box. Elements are of 16 bits.
-pub fn map(addr: u64, dims: [usize; 3], strides: [i64; 2], rows: usize) -> TwTensorMap {
+/// A tensor map, from the innermost dimension on: sizes, bytes from index to index of the outer
+/// ones, and the rows of a box of 64 columns. Elements are of 16 bits.
+pub fn map<const N: usize, const OUTER: usize>(
+    addr: u64,
+    dims: [usize; N],
+    strides: [i64; OUTER],
+    rows: usize,
+) -> TwTensorMap {
     let mut words = [0u64; 16];
     words[0] = MARK;
     words[1] = addr;
@@ -39,8 +44,8 @@ pub fn map(addr: u64, dims: [usize; 3], strides: [i64; 2], rows: usize) -> TwTen
         words[7 + i] = *s as u64;
     }
     // Box, dimensions, bytes, type (only sums look at it), swizzle.
-    words[11] = BOX_COLS as u64 | (rows as u64) << 16 | 1 << 32;
-    words[12] = 3 << 16 | 2 << 24 | u64::from(SWIZZLE) << 40;
+    words[11] = BOX_COLS as u64 | (rows as u64) << 16 | 1 << 32 | 1 << 48;
+    words[12] = 1 | (N as u64) << 16 | 2 << 24 | u64::from(SWIZZLE) << 40;
     TwTensorMap { words }
 }
 

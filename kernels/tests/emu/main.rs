@@ -7,6 +7,8 @@
 mod attention;
 mod attention_fwd;
 mod attention_grad;
+mod attention_hopper;
+mod attention_hopper_mutants;
 mod attention_mutants;
 mod bulk_copies;
 mod collective;
@@ -97,6 +99,8 @@ fn all_tests() -> Vec<Test> {
         permute::TESTS,
         attention_fwd::TESTS,
         attention_grad::TESTS,
+        attention_hopper::TESTS,
+        attention_hopper_mutants::TESTS,
         attention_mutants::TESTS,
         reduce::TESTS,
         collective::TESTS,

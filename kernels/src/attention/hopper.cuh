@@ -1,0 +1,473 @@
+// The forward pass for sm_90a: products by wgmma, loads and stores by tensor maps.
+//
+// A block has 12 warps and a multiprocessor for itself. Its tile is TW_HA_M queries of one head.
+// Warpgroups 0 and 1 attend for 64 rows each; of warpgroup 2 one thread loads. A tile of queries is
+// multiplied with one tile of TW_HA_N keys after the other.
+//
+// Shared memory: two slots of queries, rings of TW_HA_STAGES tiles of keys and as many of values.
+// Each slot and stage has two barriers:
+//   full    completes when the bytes are there: one arrival, by the loader, which announces them
+//           and publishes what it has written beside: which queries, which keys.
+//   empty   completes when its eight readers, the multiplying warps, are through with it.
+// A warp is through when wgmma_wait_group has returned: the reads of wgmma are complete then. Its
+// output leaves through its own rows of the slot of its queries, which it gives back one tile
+// later, so that nobody waits for the store.
+//
+// Order of a warpgroup: S of the next keys, S' = Q K'^T, is issued before the output of these, O +=
+// P V, so that both are one burst of products; the softmax of S' follows beside P V. O is rescaled
+// between the two, under S'. The first S of the next queries is issued with the last P V of these:
+// the end of a tile has products beside it, too. The loader keeps that order.
+//
+// Maps are ragged (TensorMapDesc::ragged): rows behind the end of a segment read as zeros and are
+// not written. So no number of another sequence comes into a sum, and 0 times it is never NaN.
+//
+// Queries that see no key get one tile of no keys, all of it hidden, so that every tile takes the
+// same way.
+//
+// Sums: each element is one chain over the keys in the order of the segments, whatever the number
+// of blocks, their order or the counter: the same bits.
+
+#pragma once
+
+#include "../ptx/bulk.cuh"
+#include "../ptx/cluster.cuh"
+#include "../ptx/tensor.cuh"
+#include "../ptx/wgmma.cuh"
+#include "segments.cuh"
+
+#ifndef TW_HA_N
+#define TW_HA_N 160
+#endif
+#ifndef TW_HA_STAGES
+#define TW_HA_STAGES 2
+#endif
+
+typedef unsigned char u8;
+
+// In which order blocks take tiles.
+struct TwAttnOrder {
+    u32* counter;  // null, or a word that is zero, of this launch alone while it runs
+    u32 heads;     // so many heads, at least one, are done before others: their keys fit in L2
+    u32 pad;
+};
+
+enum : u32 {
+    TW_HA_M = 128,
+    TW_HA_D = TW_ATTN_DQK,
+    TW_HA_DV = TW_ATTN_DV,
+    TW_HA_THREADS = 384,
+    // Pieces of 64 columns, whose 128 bytes the maps' swizzle permutes.
+    TW_HA_Q_PIECE = TW_HA_M * 128,
+    TW_HA_K_PIECE = TW_HA_N * 128,
+    TW_HA_Q_BYTES = TW_HA_D / 64 * TW_HA_Q_PIECE,
+    TW_HA_K_BYTES = TW_HA_D / 64 * TW_HA_K_PIECE,
+    TW_HA_V_BYTES = TW_HA_DV / 64 * TW_HA_K_PIECE,
+    TW_HA_AT_K = 2 * TW_HA_Q_BYTES,
+    TW_HA_AT_V = TW_HA_AT_K + TW_HA_STAGES * TW_HA_K_BYTES,
+    TW_HA_AT_STATE = TW_HA_AT_V + TW_HA_STAGES * TW_HA_V_BYTES,
+    TW_HA_STATE_BYTES = 512,
+    TW_HA_BYTES = TW_HA_AT_STATE + TW_HA_STATE_BYTES,
+    // Registers of a thread that loads, and of one that multiplies. All warps together must not
+    // hold more than they begin with, 384 x 168: 128 x 40 + 256 x 232 is that.
+    TW_HA_LOAD_REGISTERS = 40,
+    TW_HA_MULTIPLY_REGISTERS = 232,
+    // Readers of a stage.
+    TW_HA_WARPS = 8,
+    // The outermost coordinate of ragged maps, from which rows count.
+    TW_HA_RAGGED = 1 << 30,
+};
+static_assert(TW_HA_D % 64 == 0 && TW_HA_DV % 64 == 0 && TW_HA_DV <= TW_HA_D, "whole pieces; the output leaves through the slot of its queries");
+static_assert(TW_HA_N % 16 == 0 && TW_HA_BYTES <= 232448, "a tile of keys, and shared memory");
+
+extern __shared__ __align__(1024) unsigned char tw_smem[];
+
+// A tile of queries.
+struct TwQueries {
+    u32 row, num;  // rows of the local tensor
+    u32 head;
+    int at;        // the position of the first one among the keys
+    u32 gap;       // 1: rows of no sequence
+    u32 more;      // 0: there is no such tile, and this block is through
+};
+
+// A tile of keys and values.
+struct TwKeys {
+    int pos;
+    u32 num;
+    u32 last;  // 1: of these queries
+};
+
+struct TwShared {
+    u64 q_full[2], q_empty[2];
+    u64 k_full[TW_HA_STAGES], k_empty[TW_HA_STAGES];
+    u64 v_full[TW_HA_STAGES], v_empty[TW_HA_STAGES];
+    TwQueries queries[2];
+    TwKeys keys[TW_HA_STAGES];
+    // Of the loader: the tile that it loads next, and its keys.
+    TwQueries next;
+    TwSeg own;
+    TwWalk walk;
+};
+static_assert(sizeof(TwShared) <= TW_HA_STATE_BYTES, "what the host asks for");
+
+__device__ __forceinline__ TwShared& tw_shared() {
+    return *(TwShared*)(tw_smem + TW_HA_AT_STATE);
+}
+
+// Which slot or stage of NUM comes next.
+template <u32 NUM> struct TwRing {
+    u32 at, parity;
+
+    __device__ __forceinline__ TwRing() : at(0), parity(0) {}
+
+    __device__ __forceinline__ void advance() {
+        if (++at == NUM) at = 0, parity ^= 1;
+    }
+    __device__ __forceinline__ void wait_full(u64* full) const {
+        while (!mbarrier_try_wait_parity(full + at, parity)) {
+        }
+    }
+    __device__ __forceinline__ void wait_empty(u64* empty) const {
+        while (!mbarrier_try_wait_parity(empty + at, parity ^ 1)) {
+        }
+    }
+};
+typedef TwRing<2> TwSlots;
+typedef TwRing<TW_HA_STAGES> TwStages;
+
+// ---- The loader: one thread.
+
+// Loads D columns of head `head`, of ROWS rows from `row` on, of which `num` are there.
+template <u32 D, u32 ROWS>
+__device__ __forceinline__ void tw_ha_load(u8* to, const TwTensorMap* map, u64* bar, u32 head, u32 row, u32 num) {
+#pragma unroll
+    for (u32 i = 0; i < D / 64; i++)
+        tensor_load_4d(to + i * (ROWS * 128), map, bar, (int)(head * D + 64 * i), (int)(TW_HA_RAGGED - num), (int)(row + num), (int)TW_HA_RAGGED);
+}
+
+// Describes tile `i`, and begins the walk over its keys. Of several heads that are done together
+// the last tiles come first: under a causal mask they have most keys.
+__device__ __forceinline__ void tw_ha_begin(const TwAttn& a, const TwAttnOrder& order, u32 i, TwShared& s) {
+    const u32 group = i / (order.heads * a.tiles), in = i - group * order.heads * a.tiles;
+    const u32 width = min(order.heads, a.heads_q - group * order.heads);
+    const u32 head = group * order.heads + in % width, t = a.tiles - 1 - in / width;
+    const TwSeg own = tw_own(a, t);
+    const u32 first = (t - own.tile) * TW_HA_M, num = min(own.len - first, (u32)TW_HA_M);
+    const bool gap = own.shift == TW_ATTN_GAP;
+    const int at = (int)(own.pos + first) + (gap ? 0 : own.shift);
+    s.next = {own.row + first, num, head, at, gap ? 1u : 0u, 1};
+    s.own = own;
+    s.walk.begin<TW_HA_N>(a, own, at - a.left, at + (int)num + a.right, head, 1);
+}
+
+// The tile behind `i`, of `num`. The draw that is the launch's last leaves the counter at zero for
+// the next one: there are as many draws as tiles, since each block draws until it gets none.
+__device__ __forceinline__ u32 tw_ha_next(const TwAttnOrder& order, u32 i, u32 num) {
+    if (order.counter == nullptr) return i + gridDim.x;
+    const u32 drawn = atomicAdd(order.counter, 1u);
+    if (drawn == num - 1) atomicExch(order.counter, 0u);
+    return gridDim.x + drawn;
+}
+
+__device__ __forceinline__ void tw_ha_load_tiles(const TwAttn& a, const TwAttnOrder& order, const TwTensorMap* mq, const TwTensorMap* mk,
+                                                 const TwTensorMap* mv) {
+    TwShared& s = tw_shared();
+    TwSlots qs;
+    TwStages ks, vs;
+    const u32 num = a.tiles * a.heads_q, group = a.heads_q / a.heads_kv;
+    const auto load_values = [&](const TwTile& t, u32 head) {
+        vs.wait_empty(s.v_empty);
+        mbarrier_arrive_expect_tx(s.v_full + vs.at, TW_HA_V_BYTES);
+        tw_ha_load<TW_HA_DV, TW_HA_N>(tw_smem + TW_HA_AT_V + vs.at * TW_HA_V_BYTES, mv, s.v_full + vs.at, head, t.row, t.num);
+        vs.advance();
+    };
+    u32 i = blockIdx.x;
+    if (i < num) tw_ha_begin(a, order, i, s);
+    while (i < num) {
+        const TwQueries q = s.next;
+        const u32 head = q.head / group;
+        qs.wait_empty(s.q_empty);
+        s.queries[qs.at] = q;
+        mbarrier_arrive_expect_tx(s.q_full + qs.at, TW_HA_Q_BYTES);
+        tw_ha_load<TW_HA_D, TW_HA_M>(tw_smem + qs.at * TW_HA_Q_BYTES, mq, s.q_full + qs.at, q.head, q.row, q.num);
+        qs.advance();
+        u32 n = 0;
+        for (u32 last = 0; last == 0; n++) {
+            const TwTile& t = s.walk.tiles[n % 4];
+            last = s.walk.tiles[(n + 1) % 4].num == 0 ? 1 : 0;
+            ks.wait_empty(s.k_empty);
+            s.keys[ks.at] = {t.pos, t.num, last};
+            mbarrier_arrive_expect_tx(s.k_full + ks.at, TW_HA_K_BYTES);
+            tw_ha_load<TW_HA_D, TW_HA_N>(tw_smem + TW_HA_AT_K + ks.at * TW_HA_K_BYTES, mk, s.k_full + ks.at, head, t.row, t.num);
+            ks.advance();
+            if (n > 0) load_values(s.walk.tiles[(n - 1) % 4], head);
+            if (last == 0) s.walk.step<TW_HA_N>(a, s.own, n + 2);
+        }
+        // The next tile is found while the stage of the last values is in use.
+        const TwTile end = s.walk.tiles[(n - 1) % 4];
+        i = tw_ha_next(order, i, num);
+        if (i < num) tw_ha_begin(a, order, i, s);
+        load_values(end, head);
+    }
+    qs.wait_empty(s.q_empty);
+    s.queries[qs.at].more = 0;
+    mbarrier_arrive(s.q_full + qs.at);
+}
+
+// ---- A multiplying warpgroup.
+
+// A lane's sums: of rows 16 w + lane / 4 (half 0) and 8 more (half 1) of warp w of eight, columns
+// 8 j + 2 (lane % 4) and the next, which are elements 4 j + 2 half and the next.
+typedef float TwHaScores[TW_HA_N / 2];
+typedef float TwHaOut[TW_HA_DV / 2];
+typedef u32 TwHaProbs[TW_HA_N / 4];
+
+// The softmax of a lane's two rows: the largest product so far, the sum of this lane's exponentials
+// relative to it, and the factor that is due to what was summed before.
+struct TwHaRows {
+    float max[2], sum[2], shrink[2];
+
+    __device__ __forceinline__ void clear() {
+        max[0] = max[1] = -TW_INF, sum[0] = sum[1] = 0.0f;
+    }
+};
+
+// Issues S = Q K^T.
+__device__ __forceinline__ void tw_ha_issue_scores(TwHaScores& s, const u8* queries, const u8* keys) {
+    const u64 q = wgmma_desc_k(queries + threadIdx.x / 128 * (64 * 128)), k = wgmma_desc_k(keys);
+    wgmma_fence();
+#pragma unroll
+    for (u32 z = 0; z < TW_HA_D / 16; z++)
+        wgmma_m64k16_f32<TW_HA_N, TW_ATTN_TYPE == 1, 0, 0>(s, q + z / 4 * (TW_HA_Q_PIECE / 16) + z % 4 * 2,
+                                                           k + z / 4 * (TW_HA_K_PIECE / 16) + z % 4 * 2, z > 0);
+    wgmma_commit_group();
+}
+
+// Issues O += P V.
+__device__ __forceinline__ void tw_ha_issue_out(TwHaOut& o, const TwHaProbs& p, const u8* values) {
+    const u64 v = wgmma_desc_mn(values, TW_HA_K_PIECE);
+    wgmma_fence();
+#pragma unroll
+    for (u32 z = 0; z < TW_HA_N / 16; z++) wgmma_m64k16_f32_registers<TW_HA_DV, TW_ATTN_TYPE == 1, 1>(o, p + 4 * z, v + z * 128, 1);
+    wgmma_commit_group();
+}
+
+// Sets products to -inf where the mask hides the pair or the key is behind the tile's last.
+__device__ __forceinline__ void tw_ha_mask(const TwAttn& a, TwHaScores& s, const TwQueries& q, const TwKeys& k) {
+    const int at = q.at + (int)(threadIdx.x / 128 * 64);
+    if (k.num == TW_HA_N && k.pos >= at + 63 - a.left && k.pos + (int)TW_HA_N - 1 <= at + a.right) return;
+    // Relative to this lane's first column, so that columns are constants.
+    const int lane = (int)(threadIdx.x % 4 * 2);
+#pragma unroll
+    for (u32 half = 0; half < 2; half++) {
+        const int own = q.at + (int)(threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4 + 8 * half) - k.pos;
+        const int first = own - a.left - lane, last = min(own + a.right, (int)k.num - 1) - lane;
+#pragma unroll
+        for (u32 j = 0; j < TW_HA_N / 8; j++)
+#pragma unroll
+            for (u32 e = 0; e < 2; e++) {
+                const int col = (int)(8 * j + e);
+                if (col < first || col > last) s[4 * j + 2 * half + e] = -TW_INF;
+            }
+    }
+}
+
+// Turns products into unnormalised probabilities.
+__device__ __forceinline__ void tw_ha_softmax(TwHaScores& s, TwHaRows& r, float factor) {
+#pragma unroll
+    for (u32 half = 0; half < 2; half++) {
+        const float old = r.max[half];
+        float top = old;
+#pragma unroll
+        for (u32 j = 2 * half; j < TW_HA_N / 2; j += 4) top = fmaxf(top, fmaxf(s[j], s[j + 1]));
+        top = tw_quad_max(top);
+        // No key is visible yet: -inf minus -inf would be NaN.
+        const float base = top == -TW_INF ? 0.0f : top * factor;
+        r.shrink[half] = ex2_approx_ftz_f32(old * factor - base);
+        r.max[half] = top;
+        float even = 0.0f, odd = 0.0f;
+#pragma unroll
+        for (u32 j = 2 * half; j < TW_HA_N / 2; j += 4) {
+            s[j] = ex2_approx_ftz_f32(fmaf(s[j], factor, -base)), s[j + 1] = ex2_approx_ftz_f32(fmaf(s[j + 1], factor, -base));
+            even += s[j], odd += s[j + 1];
+        }
+        r.sum[half] = fmaf(r.sum[half], r.shrink[half], even + odd);
+    }
+}
+
+// Probabilities, rounded, as A of a product: where S has its sums, A has its elements.
+__device__ __forceinline__ void tw_ha_round(TwHaProbs& p, const TwHaScores& s) {
+#pragma unroll
+    for (u32 i = 0; i < TW_HA_N / 4; i++) p[i] = tw_pair(s[2 * i], s[2 * i + 1], TW_ATTN_TYPE);
+}
+
+__device__ __forceinline__ void tw_ha_rescale(TwHaOut& o, const TwHaRows& r) {
+#pragma unroll
+    for (u32 i = 0; i < TW_HA_DV / 2; i++) o[i] *= r.shrink[i / 2 % 2];
+}
+
+// Stores this warp's 16 rows of the output through its rows of `slot`.
+__device__ __forceinline__ void tw_ha_store_16(const TwAttn& a, const TwHaOut& o, const float (&factor)[2], const TwQueries& q, const TwTensorMap* out,
+                                               u8* slot) {
+    const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    u8* own = slot + warp * (16 * 128);
+#pragma unroll
+    for (u32 j = 0; j < TW_HA_DV / 16; j++) {
+        u32 w[4];
+#pragma unroll
+        for (u32 e = 0; e < 4; e++) w[e] = tw_pair(o[8 * j + 2 * e] * factor[e % 2], o[8 * j + 2 * e + 1] * factor[e % 2], a.out_type);
+        // Matrices: rows 0-7 and 8-15 of columns 0-7, then of columns 8-15; their 16-byte pieces
+        // lie as the map's swizzle has them.
+        const u32 r = lane % 16, piece = (j % 4 * 2 + lane / 16) ^ (r % 8);
+        stmatrix_x4_b16(own + j / 4 * TW_HA_Q_PIECE + r * 128 + piece * 16, w);
+    }
+    fence_proxy_async_shared_cta();
+    __syncwarp();
+    if (lane == 0) {
+#pragma unroll
+        for (u32 i = 0; i < TW_HA_DV / 64; i++)
+            tensor_store_4d(out, own + i * TW_HA_Q_PIECE, (int)(q.head * TW_HA_DV + 64 * i), (int)(TW_HA_RAGGED - q.num + 16 * warp),
+                            (int)(q.row + q.num), (int)TW_HA_RAGGED);
+        bulk_commit_group();
+    }
+}
+
+// Stores the output in f32 from registers: four lanes have 32 bytes of a row.
+__device__ __forceinline__ void tw_ha_store_32(const TwAttn& a, const TwHaOut& o, const float (&factor)[2], const TwQueries& q) {
+#pragma unroll
+    for (u32 half = 0; half < 2; half++) {
+        const u32 row = threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4 + 8 * half;
+        float* to = (float*)a.out + (i64)(q.row + row) * a.ld_o + q.head * TW_HA_DV + threadIdx.x % 4 * 2;
+        if (row >= q.num) continue;
+#pragma unroll
+        for (u32 j = 0; j < TW_HA_DV / 8; j++)
+            *(float2*)(to + 8 * j) = make_float2(o[4 * j + 2 * half] * factor[half], o[4 * j + 2 * half + 1] * factor[half]);
+    }
+}
+
+// Ends a tile: its lse and its output.
+__device__ __forceinline__ void tw_ha_finish(const TwAttn& a, const TwHaOut& o, const TwHaRows& r, const TwQueries& q, const TwTensorMap* out, u8* slot,
+                                             float factor) {
+    const float sink = a.sink && q.gap == 0 ? a.sink[a.first_head + q.head] * TW_LOG2E : -TW_INF;
+    float f[2];
+#pragma unroll
+    for (u32 half = 0; half < 2; half++) {
+        const u32 row = threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4 + 8 * half;
+        const float mine = r.max[half] == -TW_INF ? -TW_INF : r.max[half] * factor;
+        const TwFinished end = tw_finish_row(mine, tw_quad_sum(r.sum[half]), sink);
+        if (threadIdx.x % 4 == 0 && row < q.num) a.lse[(i64)q.head * a.tokens_q + q.row + row] = end.lse;
+        f[half] = end.factor;
+    }
+    if (a.out_type == 2) tw_ha_store_32(a, o, f, q);
+    else tw_ha_store_16(a, o, f, q, out, slot);
+}
+
+// One warp is through with a stage.
+__device__ __forceinline__ void tw_ha_release(u64* empty, TwStages& ring) {
+    if (threadIdx.x % 32 == 0) mbarrier_arrive(empty + ring.at);
+    ring.advance();
+}
+
+__device__ __forceinline__ void tw_ha_attend(const TwAttn& a, const TwTensorMap* out) {
+    TwShared& s = tw_shared();
+    TwSlots qs;
+    TwStages ks, vs;
+    const float factor = a.scale * TW_LOG2E;
+    TwHaScores scores;
+    TwHaOut o;
+    TwHaProbs p;
+    TwHaRows r;
+    TwKeys k;
+    const auto issue_scores = [&] {
+        ks.wait_full(s.k_full);
+        k = s.keys[ks.at];
+        tw_ha_issue_scores(scores, tw_smem + qs.at * TW_HA_Q_BYTES, tw_smem + TW_HA_AT_K + ks.at * TW_HA_K_BYTES);
+    };
+    const auto issue_out = [&] {
+        vs.wait_full(s.v_full);
+        tw_ha_issue_out(o, p, tw_smem + TW_HA_AT_V + vs.at * TW_HA_V_BYTES);
+    };
+    qs.wait_full(s.q_full);
+    if (s.queries[qs.at].more == 0) return;
+    issue_scores();
+    wgmma_wait_group<0>();
+    wgmma_hold(scores);
+    tw_ha_release(s.k_empty, ks);
+    for (u32 i = 0;; i++) {
+        const u32 slot = qs.at;
+        const TwQueries& q = s.queries[slot];
+        tw_ha_mask(a, scores, q, k);
+        r.clear();
+        tw_ha_softmax(scores, r, factor);
+        tw_ha_round(p, scores);
+#pragma unroll
+        for (u32 e = 0; e < TW_HA_DV / 2; e++) o[e] = 0.0f;
+        // The last tile's store has read its slot by now, or soon.
+        if (i > 0 && threadIdx.x % 32 == 0) {
+            bulk_wait_group_read<0>();
+            mbarrier_arrive(s.q_empty + (slot ^ 1));
+        }
+        // Here P is of the last tile of keys, O of all before it, short of the factor that is due.
+#pragma unroll 1
+        while (k.last == 0) {
+            issue_scores();
+            tw_ha_rescale(o, r);
+            issue_out();
+            wgmma_wait_group<1>();
+            wgmma_hold(scores);
+            tw_ha_release(s.k_empty, ks);
+            tw_ha_mask(a, scores, q, k);
+            tw_ha_softmax(scores, r, factor);
+            wgmma_wait_group<0>();
+            wgmma_hold(o), wgmma_hold(p);
+            tw_ha_release(s.v_empty, vs);
+            tw_ha_round(p, scores);
+        }
+        tw_ha_rescale(o, r);
+        qs.advance();
+        qs.wait_full(s.q_full);
+        const bool more = s.queries[qs.at].more != 0;
+        u8* own = tw_smem + slot * TW_HA_Q_BYTES;
+        if (!more) {
+            issue_out();
+            wgmma_wait_group<0>();
+            wgmma_hold(o), wgmma_hold(p);
+            tw_ha_release(s.v_empty, vs);
+            tw_ha_finish(a, o, r, q, out, own, factor);
+            break;
+        }
+        issue_out();
+        issue_scores();
+        wgmma_wait_group<1>();
+        wgmma_hold(o), wgmma_hold(p);
+        tw_ha_release(s.v_empty, vs);
+        tw_ha_finish(a, o, r, q, out, own, factor);
+        wgmma_wait_group<0>();
+        wgmma_hold(scores);
+        tw_ha_release(s.k_empty, ks);
+    }
+    if (threadIdx.x % 32 == 0) bulk_wait_group<0>();
+}
+
+__device__ __forceinline__ void tw_ha_forward(const TwAttn& a, const TwAttnOrder& order, const TwTensorMap* q, const TwTensorMap* k,
+                                              const TwTensorMap* v, const TwTensorMap* out) {
+    if (threadIdx.x == 0) {
+        tensor_prefetch(q), tensor_prefetch(k), tensor_prefetch(v);
+        if (a.out_type != 2) tensor_prefetch(out);
+        TwShared& s = tw_shared();
+        for (u32 i = 0; i < 2; i++) mbarrier_init(s.q_full + i, 1), mbarrier_init(s.q_empty + i, TW_HA_WARPS);
+        for (u32 i = 0; i < TW_HA_STAGES; i++) {
+            mbarrier_init(s.k_full + i, 1), mbarrier_init(s.k_empty + i, TW_HA_WARPS);
+            mbarrier_init(s.v_full + i, 1), mbarrier_init(s.v_empty + i, TW_HA_WARPS);
+        }
+        fence_mbarrier_init_release_cluster();
+    }
+    __syncthreads();
+    if (threadIdx.x / 128 == 2) {
+        setmaxnreg_dec<TW_HA_LOAD_REGISTERS>();
+        if (threadIdx.x / 32 == 8 && elect_sync()) tw_ha_load_tiles(a, order, q, k, v);
+        return;
+    }
+    setmaxnreg_inc<TW_HA_MULTIPLY_REGISTERS>();
+    tw_ha_attend(a, out);
+}

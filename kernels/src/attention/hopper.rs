@@ -1,0 +1,87 @@
+//! The forward kernel for sm_90a (`attention/hopper.cuh`): variants of the unit.
+
+use crate::Source;
+
+/// The forward pass by wgmma and TMA.
+pub const SM90_ATTENTION: Source = Source {
+    name: "attention/sm90_attention.cu",
+    defines: &[],
+    kernels: &["tw_attn_table", "tw_hopper_attn_fwd"],
+};
+
+/// Queries of a tile.
+pub const TILE_M: usize = 128;
+/// Threads of a block.
+pub const THREADS: u32 = 384;
+/// Rows of the boxes by which the output is stored.
+pub const STORE_ROWS: usize = 16;
+/// Columns of a box, whose 128 bytes are what the swizzle permutes.
+pub const BOX_COLS: usize = 64;
+/// Barriers, and what the loader tells the others, in bytes.
+const STATE_BYTES: usize = 512;
+
+/// A variant of [`SM90_ATTENTION`].
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct HopperVariant {
+    /// f16 in place of bf16.
+    pub f16: bool,
+    /// Head dimension of q and k.
+    pub dqk: usize,
+    /// Head dimension of v and out.
+    pub dv: usize,
+}
+
+impl HopperVariant {
+    /// Head dimensions of all variants: of q and k, and of v.
+    pub const DIMS: [(usize, usize); 4] = [(128, 128), (64, 64), (192, 128), (256, 256)];
+
+    /// Every variant that a plan may load.
+    pub fn all() -> Vec<HopperVariant> {
+        let of = |(dqk, dv)| [false, true].map(|f16| HopperVariant { f16, dqk, dv });
+        Self::DIMS.into_iter().flat_map(of).collect()
+    }
+
+    /// Keys of a tile: as many as shared memory and registers hold.
+    pub fn keys(&self) -> usize {
+        match self.dqk {
+            256 => 48,
+            192 => 96,
+            _ => 160,
+        }
+    }
+
+    /// Stages of keys, and of values.
+    pub fn stages(&self) -> usize {
+        if self.dqk > 64 { 2 } else { 3 }
+    }
+
+    /// Dynamic shared memory in bytes: two tiles of queries, stages of keys and values, barriers.
+    pub fn shared_bytes(&self) -> u32 {
+        let stages = self.stages() * self.keys() * (self.dqk + self.dv) * 2;
+        (2 * TILE_M * self.dqk * 2 + stages + STATE_BYTES) as u32
+    }
+
+    /// Definitions for the compiler.
+    pub fn defines(&self) -> Vec<(String, u64)> {
+        let pairs = [
+            ("TW_ATTN_TYPE", u64::from(self.f16)),
+            ("TW_ATTN_DQK", self.dqk as u64),
+            ("TW_ATTN_DV", self.dv as u64),
+            ("TW_HA_N", self.keys() as u64),
+            ("TW_HA_STAGES", self.stages() as u64),
+        ];
+        pairs.map(|(name, value)| (name.to_owned(), value)).to_vec()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn variants_fit_into_shared_memory() {
+        for v in HopperVariant::all() {
+            assert!(v.shared_bytes() <= 232_448, "{v:?}: {}", v.shared_bytes());
+        }
+    }
+}
