@@ -47,15 +47,15 @@ const ROLE: &str = "run by ";
 /// with GPUs: their numbers are those of the tests that can give the reason.
 fn most(reason: &str) -> usize {
     let of_tests = [
-        (Lack::Gpu, 131),
+        (Lack::Gpu, 135),
         (Lack::Gpus, 45),
-        (Lack::Sm90, 4),
+        (Lack::Sm90, 8),
         (Lack::Nccl, 15),
         (Lack::Nvshmem, 1),
         (Lack::CublasLt, 2),
         (Lack::Nvtx, 1),
         (Lack::Nvrtc, 6),
-        (Lack::Compiler, 4),
+        (Lack::Compiler, 5),
         (Lack::Watch, 3),
         (Lack::Namespaces, 5),
         (Lack::Root, 1),

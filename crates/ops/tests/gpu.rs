@@ -4,6 +4,8 @@
 
 #[path = "gpu/attention.rs"]
 mod attention;
+#[path = "gpu/attention_hopper.rs"]
+mod attention_hopper;
 #[path = "gpu/calls.rs"]
 mod calls;
 #[path = "gpu/common.rs"]

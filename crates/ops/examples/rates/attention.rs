@@ -2,13 +2,13 @@
 //!
 //! `cargo run --release -p tilewire-ops --example rates attention [SEQ ...]`. Medians of 20 runs
 //! after a warm-up, random inputs; a causal mask counts half of the products. One JSON object a
-//! line.
+//! line, the forward pass by each backend that the device has.
 
 use tilewire_core::{DType, Result, Rng, Shape};
 use tilewire_device::cuda::{CudaContext, CudaEvent};
 use tilewire_device::{Device, Queue, Stream, Tensor};
 use tilewire_ops::attention::{
-    AttentionDesc, AttentionPlan, AttnGrads, AttnInputs, AttnMask, AttnOut, AttnSaved,
+    AttentionDesc, AttentionPlan, AttnBackend, AttnGrads, AttnInputs, AttnMask, AttnOut, AttnSaved,
 };
 
 const RUNS: usize = 20;
@@ -27,7 +27,7 @@ pub(crate) fn main() -> Result<()> {
 fn bench(ctx: &CudaContext, seq: usize) -> Result<()> {
     let (stream, device) = (Stream::on(ctx)?, Device::Cuda(ctx.clone()));
     let desc = AttentionDesc::new(seq, HEADS, DIM, DType::BF16, AttnMask::CAUSAL);
-    let plan = AttentionPlan::new(desc, None)?;
+    let plan = AttentionPlan::with_backend(desc.clone(), None, AttnBackend::Portable)?;
     plan.prepare(&stream)?;
     let mut rng = Rng::new(1);
     let mut random = |heads: usize| -> Result<Tensor> {
@@ -42,7 +42,7 @@ fn bench(ctx: &CudaContext, seq: usize) -> Result<()> {
     let like = |h: usize| empty(DType::BF16, Shape::d3(seq, h, DIM));
     let (out, lse) = (like(HEADS.0)?, empty(DType::F32, Shape::d2(HEADS.0, seq))?);
     let grads = AttnGrads::new(like(HEADS.0)?, like(HEADS.1)?, like(HEADS.1)?);
-    let fwd = || {
+    let fwd = |plan: &AttentionPlan| {
         let out = AttnOut { out: out.clone(), lse: lse.clone() };
         plan.launch_fwd(&stream, &x, out).map(drop)
     };
@@ -52,18 +52,26 @@ fn bench(ctx: &CudaContext, seq: usize) -> Result<()> {
     };
     // Two products of 2 S^2 d each, half of them visible.
     let flops = 2.0 * (seq * seq * DIM * HEADS.0) as f64;
-    for (name, us, products) in [
-        ("forward", median(ctx, &stream, fwd)?, 1.0),
-        ("backward", median(ctx, &stream, bwd)?, 2.5),
-    ] {
+    let report = |pass: &str, backend: AttnBackend, us: f64, products: f64| -> Result<()> {
         let tflops = flops * products / us / 1e6;
         println!(
-            "{{\"device\":\"{}\",\"work\":\"attention\",\"seq\":{seq},\"pass\":\"{name}\",\"us\":{us:.1},\
-             \"tflops\":{tflops:.1}}}",
+            "{{\"device\":\"{}\",\"work\":\"attention\",\"seq\":{seq},\"pass\":\"{pass}\",\
+             \"backend\":\"{backend}\",\"us\":{us:.1},\"tflops\":{tflops:.1}}}",
             ctx.name()?
         );
+        Ok(())
+    };
+    report("forward", AttnBackend::Portable, median(ctx, &stream, || fwd(&plan))?, 1.0)?;
+    let hopper = AttentionPlan::with_backend(desc, None, AttnBackend::Hopper)?;
+    match hopper.prepare(&stream) {
+        Err(e) if e.is_unsupported() => {}
+        r => {
+            r?;
+            let us = median(ctx, &stream, || fwd(&hopper))?;
+            report("forward", AttnBackend::Hopper, us, 1.0)?;
+        }
     }
-    Ok(())
+    report("backward", AttnBackend::Portable, median(ctx, &stream, bwd)?, 2.5)
 }
 
 /// Median time of `launch` in microseconds.

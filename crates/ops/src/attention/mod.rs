@@ -25,11 +25,13 @@
 //! | | |
 //! |---|---|
 //! | kernel | `kernels/src/attention/sm80_attention.cu` |
+//! |  | `kernels/src/attention/sm90_attention.cu` |
 //! |  | `kernels/src/attention/plain_attention.cu` |
 //! | oracle | `crates/oracle/src/attention/mod.rs` |
 //! | cases | `crates/cli/src/verify/attention.rs` |
 //! | page | `docs/protocols/attention.md` |
 
+mod backend;
 mod desc;
 pub(crate) mod device;
 pub(crate) mod host;
@@ -41,6 +43,7 @@ pub(crate) mod table;
 #[cfg(test)]
 mod tests;
 
+pub use backend::AttnBackend;
 pub use desc::{AttentionDesc, AttnMask, BiasShape, Dropout};
 pub(crate) use host::{Grads, Upstream, rows_first};
 pub use launch::{AttnGrads, AttnInputs, AttnOperand, AttnOut, AttnSaved};

@@ -9,8 +9,8 @@ use tilewire_device::{Node, Pending, Stream};
 use super::host::Run;
 use super::launch::Given;
 use super::{
-    AttentionDesc, AttnConfig, AttnGrads, AttnInputs, AttnOut, AttnSaved, LocalRows, Sequences,
-    device,
+    AttentionDesc, AttnBackend, AttnConfig, AttnGrads, AttnInputs, AttnOut, AttnSaved, LocalRows,
+    Sequences, device,
 };
 use crate::common::cuda::{Ready, together_on};
 
@@ -18,6 +18,7 @@ use crate::common::cuda::{Ready, together_on};
 pub struct AttentionPlan {
     desc: AttentionDesc,
     config: AttnConfig,
+    backend: AttnBackend,
     ready: Ready<device::Prepared>,
 }
 
@@ -27,9 +28,21 @@ impl AttentionPlan {
     /// # Errors
     /// As [`AttentionDesc::check`] and [`AttnConfig::check`].
     pub fn new(desc: AttentionDesc, config: Option<AttnConfig>) -> Result<Self> {
+        Self::with_backend(desc, config, AttnBackend::Auto)
+    }
+
+    /// As [`AttentionPlan::new`], with the forward pass on CUDA devices by `backend`.
+    ///
+    /// # Errors
+    /// As [`AttentionPlan::new`].
+    pub fn with_backend(
+        desc: AttentionDesc,
+        config: Option<AttnConfig>,
+        backend: AttnBackend,
+    ) -> Result<Self> {
         let config = config.unwrap_or_default();
         desc.check().and_then(|()| config.check()).map_err(|e| e.op("attention"))?;
-        Ok(Self { desc, config, ready: Ready::new() })
+        Ok(Self { desc, config, backend, ready: Ready::new() })
     }
 
     /// Returns the description.
@@ -57,9 +70,9 @@ impl AttentionPlan {
     /// # Errors
     /// `InvalidArgument` during capture, or if the plan is prepared for another device;
     /// `Unavailable` without a compiler; `Unsupported` for head dimensions above 256 on a CUDA
-    /// device.
+    /// device, and for what the backend that was asked for does not do.
     pub fn prepare(&self, stream: &Stream) -> Result<()> {
-        let make = |ctx: &_| device::Prepared::new(ctx, &self.desc);
+        let make = |ctx: &_| device::Prepared::new(ctx, &self.desc, self.backend);
         self.ready.prepare(stream, make).map_err(|e| e.op("attention"))
     }
 

@@ -331,6 +331,7 @@ mod tests {
             "SM80_ATTENTION",
             "SM80_GEMM",
             "SM80_GROUPED_GEMM",
+            "SM90_ATTENTION",
         ];
         assert_eq!(
             loaded.into_iter().collect::<Vec<_>>(),

@@ -3,8 +3,8 @@
 use tilewire_core::{DType, Rng, Shape};
 use tilewire_device::{Stream, Tensor};
 use tilewire_ops::attention::{
-    AttentionDesc, AttentionPlan, AttnGrads, AttnInputs, AttnMask, AttnOperand, AttnOut, AttnSaved,
-    BiasShape, Dropout, Sequences,
+    AttentionDesc, AttentionPlan, AttnBackend, AttnGrads, AttnInputs, AttnMask, AttnOperand,
+    AttnOut, AttnSaved, BiasShape, Dropout, Sequences,
 };
 use tilewire_oracle::Mat;
 use tilewire_oracle::attention as oracle;
@@ -190,8 +190,8 @@ struct Side {
 }
 
 impl Side {
-    fn new(g: &Gpu, d: &AttentionDesc, x: &Data) -> Self {
-        let plan = AttentionPlan::new(d.clone(), None).unwrap();
+    fn new(g: &Gpu, d: &AttentionDesc, x: &Data, backend: AttnBackend) -> Self {
+        let plan = AttentionPlan::with_backend(d.clone(), None, backend).unwrap();
         plan.prepare(&g.stream).unwrap();
         let put = |m: &Mat| g.put(m, d.dtype);
         let mut inputs = AttnInputs::new(put(&x.q), put(&x.k), put(&x.v));
@@ -236,9 +236,14 @@ impl Side {
 
 /// Forward and backward of one description, against the oracle.
 fn run(g: &Gpu, d: &AttentionDesc) {
+    run_by(g, d, AttnBackend::Auto);
+}
+
+/// The same with the forward pass by `backend`; what the plan says of itself.
+pub fn run_by(g: &Gpu, d: &AttentionDesc, backend: AttnBackend) -> String {
     let what = format!("{d}");
     let x = Data::new(d, &mut Rng::new(11));
-    let side = Side::new(g, d, &x);
+    let side = Side::new(g, d, &x, backend);
     side.launch(&g.stream);
     g.stream.synchronize().unwrap();
     let (spec, seqs) = spec(d);
@@ -266,9 +271,10 @@ fn run(g: &Gpu, d: &AttentionDesc) {
         let want = Mat::new(1, want.len(), want.clone());
         close(&format!("{what} dsink"), got, &want, &want.map(|_| loose(rows * d.dv)));
     }
+    side.plan.explain()
 }
 
-fn base(seq: usize, d: usize, dtype: DType, mask: AttnMask) -> AttentionDesc {
+pub fn base(seq: usize, d: usize, dtype: DType, mask: AttnMask) -> AttentionDesc {
     AttentionDesc::new(seq, (4, 2), d, dtype, mask)
 }
 
@@ -286,16 +292,19 @@ fn attention_of_masks_lengths_and_dimensions() {
     }
 }
 
+/// Sequences with rows behind them that belong to none, and some that are empty.
+pub fn padded_sequences() -> Sequences {
+    let (q, room_q) = ([0, 70, 70, 203, 210], [0, 72, 72, 205, 220]);
+    let (kv, room_kv) = ([0, 90, 100, 233, 233], [0, 90, 104, 240, 240]);
+    Sequences::padded((&q, &room_q), (&kv, &room_kv)).unwrap()
+}
+
 #[test]
 fn attention_of_packed_rows_with_extras() {
     let Some(g) = gpu() else { return };
-    let cu = |x: &[usize]| x.to_vec();
-    let (q, room_q) = (cu(&[0, 70, 70, 203, 210]), cu(&[0, 72, 72, 205, 220]));
-    let (kv, room_kv) = (cu(&[0, 90, 100, 233, 233]), cu(&[0, 90, 104, 240, 240]));
-    let sequences = Sequences::padded((&q, &room_q), (&kv, &room_kv)).unwrap();
     for dtype in WIDE {
         let packed =
-            AttentionDesc { sequences: sequences.clone(), ..base(1, 64, dtype, AttnMask::CAUSAL) };
+            AttentionDesc { sequences: padded_sequences(), ..base(1, 64, dtype, AttnMask::CAUSAL) };
         run(&g, &packed);
         run(&g, &AttentionDesc { sink: true, ..packed.clone() });
         run(&g, &AttentionDesc { softcap: Some(3.0), scale: -0.3, ..packed.clone() });
@@ -327,21 +336,25 @@ fn attention_of_fp8() {
     run(&g, &AttentionDesc { dv: 40, out: DType::F32, ..packed });
 }
 
+/// Graphs that are replayed with changed inputs give the bits of eager launches.
+pub fn replays_by(g: &Gpu, d: &AttentionDesc, backend: AttnBackend) {
+    let x = Data::new(d, &mut Rng::new(3));
+    let side = Side::new(g, d, &x, backend);
+    let results = side.results();
+    let change = |round| {
+        let mut rng = Rng::new(100 + round);
+        let all = [&side.x.q.data, &side.x.k.data, &side.x.v.data, &side.d_out];
+        all.iter().for_each(|t| refill(t, &mut rng));
+    };
+    let reset = || results.iter().for_each(|t| t.poison().unwrap());
+    g.replays(&results, change, reset, || side.launch(&g.stream));
+}
+
 #[test]
 fn attention_replays_with_changed_inputs_and_the_same_bits() {
     let Some(g) = gpu() else { return };
     for dtype in WIDE.into_iter().chain([DType::F8E4M3]) {
-        let d = base(190, 128, dtype, AttnMask::CAUSAL);
-        let x = Data::new(&d, &mut Rng::new(3));
-        let side = Side::new(&g, &d, &x);
-        let results = side.results();
-        let change = |round| {
-            let mut rng = Rng::new(100 + round);
-            let all = [&side.x.q.data, &side.x.k.data, &side.x.v.data, &side.d_out];
-            all.iter().for_each(|t| refill(t, &mut rng));
-        };
-        let reset = || results.iter().for_each(|t| t.poison().unwrap());
-        g.replays(&results, change, reset, || side.launch(&g.stream));
+        replays_by(&g, &base(190, 128, dtype, AttnMask::CAUSAL), AttnBackend::Auto);
     }
 }
 

@@ -17,7 +17,7 @@ const ORDERS: [(AOrder, BOrder); 3] =
 
 /// A device whose kernels are for sm_90a.
 #[track_caller]
-fn hopper() -> Option<Gpu> {
+pub fn hopper() -> Option<Gpu> {
     let g = gpu()?;
     let arch = CudaContext::new(0).unwrap().arch().unwrap();
     if arch == "sm_90a" {
@@ -30,7 +30,7 @@ fn hopper() -> Option<Gpu> {
     None
 }
 
-fn is_emulated() -> bool {
+pub fn is_emulated() -> bool {
     std::env::var_os("TW_EMU_TEXTS").is_some()
 }
 

@@ -5,7 +5,7 @@ use tilewire_device::cuda::{CudaContext, CudaStream, Grid, Kernel, LaunchArgs};
 use tilewire_kernels::abi::TwMerge;
 use tilewire_kernels::attention::{PLAIN_ATTENTION, merge};
 
-use super::queue::code;
+use super::forward::code;
 use crate::attention::AttentionDesc;
 use crate::common::cuda::load;
 

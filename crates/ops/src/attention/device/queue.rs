@@ -6,61 +6,25 @@ use bytemuck::Zeroable;
 use tilewire_core::{DType, Error, Result};
 use tilewire_device::Tensor;
 use tilewire_device::cuda::{CudaContext, CudaMemory, CudaStream, Grid, Kernel, LaunchArgs};
-use tilewire_kernels::Source;
 use tilewire_kernels::abi::{TwAttn, TwSeg, TwTable};
-use tilewire_kernels::attention::{
-    PLAIN_ATTENTION, PLAIN_ROWS, Plain, SM80_ATTENTION, TABLE, Tile, Variant,
-};
+use tilewire_kernels::attention::{PLAIN_ATTENTION, PLAIN_ROWS, SM80_ATTENTION, TABLE, Variant};
 
+use super::forward::{
+    Attend, Forward, ROWS, Tiled, code, extra, fitting, not_by_hopper, plain, variant,
+};
 use super::fp8::{Wide, kernel_desc};
+use super::hopper;
 use crate::attention::desc::bound;
 use crate::attention::launch::Given;
 use crate::attention::table::{number_tiles, whole};
 use crate::attention::{
-    AttentionDesc, AttnGrads, AttnInputs, AttnMask, AttnOut, AttnSaved, LocalRows,
+    AttentionDesc, AttnBackend, AttnGrads, AttnInputs, AttnOut, AttnSaved, LocalRows,
 };
 use crate::common::cuda::{addr, fit_32_bits, holding, load, no_kernel, workspace};
 
 /// `p` with another place for its result over some of the keys, which is f32.
 pub(crate) fn part(p: TwAttn, out: u64, lse: u64) -> TwAttn {
     TwAttn { out, lse, out_type: code(DType::F32), ..p }
-}
-
-/// Returns how kernels name a type.
-pub(super) fn code(t: DType) -> u32 {
-    match t {
-        DType::BF16 => 0,
-        DType::F16 => 1,
-        _ => 2,
-    }
-}
-
-/// A kernel, the rows of its tiles, and its blocks.
-struct Tiled {
-    kernel: Kernel,
-    rows: u64,
-    threads: u32,
-    shared_bytes: u32,
-}
-
-impl Tiled {
-    fn new(kernel: Kernel, rows: u64, t: Tile, shared_bytes: u64) -> Result<Self> {
-        let (threads, shared_bytes) = (32 * t.warps as u32, shared_bytes as u32);
-        // Static shared memory counts, too: 48 KiB beside it are already more than the default.
-        kernel.allow_shared(shared_bytes)?;
-        Ok(Self { kernel, rows, threads, shared_bytes })
-    }
-
-    fn grid(&self, tiles: u32, heads: u32) -> Grid {
-        Grid::new(tiles * heads, self.threads).shared(self.shared_bytes)
-    }
-}
-
-/// The kernels of one direction and type.
-struct Forward {
-    fwd: Tiled,
-    table: Kernel,
-    name: String,
 }
 
 struct Backward {
@@ -105,33 +69,6 @@ pub(crate) struct Prepared {
     wide: Option<Wide>,
 }
 
-/// The compilation for matrix instructions, if there is one for these dimensions.
-fn variant(d: &AttentionDesc, extra: bool) -> Option<Variant> {
-    let fits = |x: usize| x.is_multiple_of(8) && (8..=256).contains(&x);
-    let narrow = matches!(d.dtype, DType::BF16 | DType::F16);
-    let v = Variant { f16: d.dtype == DType::F16, dqk: d.dqk as u64, dv: d.dv as u64, extra };
-    (narrow && fits(d.dqk) && fits(d.dv)).then_some(v)
-}
-
-/// The compilation that this device has the shared memory for; else the plain kernels do it.
-fn fitting(
-    ctx: &CudaContext,
-    v: Option<Variant>,
-    bytes: fn(&Variant) -> u64,
-) -> Result<Option<Variant>> {
-    let most = u64::from(ctx.max_shared_bytes()?);
-    Ok(v.and_then(|v| v.fitting(most, bytes)))
-}
-
-/// The compilation that plain causal attention of `dtype` takes, with heads of `dqk` and `dv`.
-pub(crate) fn unit(dtype: DType, (dqk, dv): (usize, usize)) -> (Source, Vec<(String, u64)>) {
-    let d = AttentionDesc { dv, ..AttentionDesc::new(1, (1, 1), dqk, dtype, AttnMask::CAUSAL) };
-    match variant(&d, false) {
-        Some(v) => (SM80_ATTENTION, v.defines()),
-        None => (PLAIN_ATTENTION, plain(&d).defines()),
-    }
-}
-
 /// The most segments of a table; fails for what no kernel does. Pure.
 fn fitting_segs(d: &AttentionDesc, pieces: (usize, usize)) -> Result<usize> {
     if d.dqk.max(d.dv) > 256 {
@@ -154,40 +91,6 @@ fn fitting_segs(d: &AttentionDesc, pieces: (usize, usize)) -> Result<usize> {
     // A bias may be wider than any sequence. A thread makes an element of its gradient.
     let bias = d.bias.map_or([0; 3], |b| [b.sq, b.skv, (b.heads * b.sq * b.skv).div_ceil(256)]);
     fit_32_bits("a bias of attention", &bias).map(|()| segs)
-}
-
-/// Returns what needs the text with all features.
-fn extra(d: &AttentionDesc) -> bool {
-    d.softcap.is_some() || d.bias.is_some() || d.dropout.is_some() || d.scale as f32 <= 0.0
-}
-
-fn plain(d: &AttentionDesc) -> Plain {
-    let [input, output] = [d.dtype, d.out].map(|t| u64::from(code(t)));
-    Plain { input, output, dqk: d.dqk as u64, dv: d.dv as u64 }
-}
-
-/// The tile of plain kernels: a warp to a row.
-const ROWS: Tile = Tile { m: PLAIN_ROWS, n: PLAIN_ROWS, warps: PLAIN_ROWS };
-
-impl Forward {
-    fn new(ctx: &CudaContext, d: &AttentionDesc, out: DType) -> Result<Self> {
-        let with = |v: Variant| -> Result<Self> {
-            let (m, t) = (load(ctx, &SM80_ATTENTION, v.defines())?, v.forward());
-            let fwd = Tiled::new(m.kernel("tw_attn_fwd")?, t.m, t, v.forward_shared_bytes())?;
-            let name = format!("tiles {}x{}", t.m, t.n);
-            Ok(Self { fwd, table: m.kernel("tw_attn_table")?, name })
-        };
-        match fitting(ctx, variant(d, extra(d)), Variant::forward_bytes)? {
-            Some(v) => with(v),
-            None => {
-                let output = u64::from(code(out));
-                let defines = Plain { output, ..plain(d) }.defines();
-                let m = load(ctx, &PLAIN_ATTENTION, defines)?;
-                let fwd = Tiled::new(m.kernel("tw_attn_fwd")?, PLAIN_ROWS, ROWS, 0)?;
-                Ok(Self { fwd, table: m.kernel("tw_attn_table")?, name: "plain".to_owned() })
-            }
-        }
-    }
 }
 
 impl Backward {
@@ -241,22 +144,30 @@ pub(crate) struct Sides {
 
 impl Prepared {
     /// For all rows of the description on one rank.
-    pub fn new(ctx: &CudaContext, d: &AttentionDesc) -> Result<Self> {
+    pub fn new(ctx: &CudaContext, d: &AttentionDesc, backend: AttnBackend) -> Result<Self> {
         let queries = d.heads_q * d.sequences.tokens_q;
         let needs = Needs { queries, pieces: (2, 1), dkv: d.out, out: d.out };
         if !d.dtype.is_fp8() {
-            return Self::sized(ctx, d, &needs);
+            return Self::sized(ctx, d, &needs, backend);
+        }
+        if backend == AttnBackend::Hopper {
+            return Err(not_by_hopper(&hopper::unfit(d).unwrap_or_default()));
         }
         let rows = (queries, d.heads_kv * d.sequences.tokens_kv);
-        let new = Self::sized(ctx, &kernel_desc(d), &needs)?;
+        let new = Self::sized(ctx, &kernel_desc(d), &needs, backend)?;
         Ok(Self { wide: Some(Wide::new(ctx, d, rows)?), ..new })
     }
 
     /// For a description of wide types.
-    pub fn sized(ctx: &CudaContext, d: &AttentionDesc, needs: &Needs) -> Result<Self> {
+    pub fn sized(
+        ctx: &CudaContext,
+        d: &AttentionDesc,
+        needs: &Needs,
+        backend: AttnBackend,
+    ) -> Result<Self> {
         let segs = fitting_segs(d, needs.pieces)?;
         Ok(Self {
-            forward: Forward::new(ctx, d, needs.out)?,
+            forward: Forward::new(ctx, d, needs.out, backend)?,
             backward: Backward::new(ctx, d, needs)?,
             tables: Tables {
                 memory: workspace(ctx, 3 * segs * size_of::<TwSeg>())?,
@@ -303,7 +214,11 @@ impl Prepared {
 
     /// Returns what queued kernels refer to.
     pub fn held(&self, tensors: Vec<Tensor>) -> impl Any + Clone + Send + Sync + use<> {
-        let own = (self.tables.memory.clone(), self.backward.delta_memory.clone());
+        let counter = match &self.forward.attend {
+            Attend::Portable(_) => None,
+            Attend::Hopper(h) => Some(h.counter().clone()),
+        };
+        let own = (self.tables.memory.clone(), self.backward.delta_memory.clone(), counter);
         (tensors, own, self.wide.as_ref().map(Wide::held))
     }
 
@@ -347,10 +262,20 @@ impl Prepared {
         (q, kv): (Vec<TwSeg>, Vec<TwSeg>),
     ) -> Result<()> {
         aligned(d, &[("q", p.q), ("k", p.k), ("v", p.v), ("out", p.out)])?;
-        let f = &self.forward.fwd;
+        let tokens_kv = kv.iter().map(|s| s.len as usize).sum();
         let other = self.write(stream, 2, kv, 1)?;
-        let own = self.write(stream, 0, q, f.rows)?;
-        launch(stream, f, p.heads_q, p, (&own, &other))
+        let own = self.write(stream, 0, q, self.forward.rows())?;
+        match &self.forward.attend {
+            Attend::Portable(f) => launch(stream, f, p.heads_q, p, (&own, &other)),
+            Attend::Hopper(_) if own.tiles == 0 || p.heads_q == 0 => Ok(()),
+            Attend::Hopper(h) => {
+                let p = with_tables(p, (&own, &other));
+                // SAFETY: what `p` points to was checked against the description (shapes, types,
+                // the same device), begins at multiples of 16 bytes (`aligned`), and is held by
+                // the stream (`held`); tables are made of the launch's own rows.
+                unsafe { h.launch(stream, d, (&p, tokens_kv)) }
+            }
+        }
     }
 
     pub fn launch_bwd(
@@ -515,9 +440,12 @@ fn launch(
     p: &TwAttn,
     (own, other): (&Side, &Side),
 ) -> Result<()> {
-    let (num_own, tiles) = (own.num, own.tiles);
-    let p = TwAttn { own: own.at, other: other.at, num_own, tiles, ..*p };
-    run(stream, &k.kernel, k.grid(tiles, heads), &p)
+    let p = with_tables(p, (own, other));
+    run(stream, &k.kernel, k.grid(p.tiles, heads), &p)
+}
+
+fn with_tables(p: &TwAttn, (own, other): (&Side, &Side)) -> TwAttn {
+    TwAttn { own: own.at, other: other.at, num_own: own.num, tiles: own.tiles, ..*p }
 }
 
 /// Queues a kernel of attention, unless there is nothing to do.
@@ -533,8 +461,8 @@ fn run(stream: &CudaStream, k: &Kernel, grid: Grid, p: &TwAttn) -> Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::attention::BiasShape;
     use crate::attention::Sequences;
+    use crate::attention::{AttnMask, BiasShape};
 
     #[test]
     fn what_no_kernel_can_count_is_refused() {

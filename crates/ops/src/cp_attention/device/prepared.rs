@@ -6,8 +6,8 @@ use tilewire_device::cuda::{CudaContext, CudaMemory};
 
 use super::fp8::Fp8;
 use super::nccl::Exchange;
-use crate::attention::AttentionDesc;
 use crate::attention::device::{Merge, Needs, Prepared as Attention, kernel_desc};
+use crate::attention::{AttentionDesc, AttnBackend};
 use crate::common::PlanCore;
 use crate::common::cuda::workspace;
 use crate::common::lanes::Lane;
@@ -99,7 +99,7 @@ impl Prepared {
         };
         let needs = Needs { queries, pieces, dkv, out };
         let desc = if d.kv_wire().1 { kernel_desc(&d.attn) } else { d.attn.clone() };
-        let attention = Attention::sized(ctx, &desc, &needs)?;
+        let attention = Attention::sized(ctx, &desc, &needs, AttnBackend::Auto)?;
         let adds = d.backward && sizes.adds();
         let types = [DType::F32, DType::F32, d.attn.out];
         let sum = adds.then(|| Reducer::new(ctx, types)).transpose()?;

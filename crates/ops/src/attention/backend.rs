@@ -1,0 +1,61 @@
+//! The choice of the kernel of the forward pass on a CUDA device.
+
+use std::fmt;
+use std::str::FromStr;
+
+use tilewire_core::{Error, Result};
+
+/// The implementation of the forward pass on CUDA devices. The backward pass, and the host, have
+/// one each.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Hash)]
+pub enum AttnBackend {
+    /// The portable kernels.
+    #[default]
+    Auto,
+    /// tilewire's kernels for sm_80 and newer: every type, head dimension and option.
+    Portable,
+    /// tilewire's kernel for sm_90a, by wgmma and TMA: bf16 and f16, head dimensions of 64, 128,
+    /// 256, and 192 with 128; masks, packed rows and sinks. An error if it does not support the
+    /// description.
+    Hopper,
+}
+
+impl AttnBackend {
+    /// All values with their names.
+    pub const NAMES: [(&'static str, AttnBackend); 3] = [
+        ("auto", AttnBackend::Auto),
+        ("portable", AttnBackend::Portable),
+        ("hopper", AttnBackend::Hopper),
+    ];
+}
+
+impl fmt::Display for AttnBackend {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(Self::NAMES.iter().find(|(_, b)| b == self).map_or("?", |(n, _)| n))
+    }
+}
+
+impl FromStr for AttnBackend {
+    type Err = Error;
+
+    fn from_str(s: &str) -> Result<Self> {
+        Self::NAMES.iter().find(|(n, _)| *n == s).map(|(_, b)| *b).ok_or_else(|| {
+            let names = Self::NAMES.map(|(n, _)| n).join(", ");
+            Error::invalid(format!("unknown attention backend `{s}`; one of {names}"))
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_parse_and_unknown_ones_list_the_legal() {
+        for (n, b) in AttnBackend::NAMES {
+            assert_eq!((n.parse::<AttnBackend>().unwrap(), b.to_string()), (b, n.to_owned()));
+        }
+        let e = "cudnn".parse::<AttnBackend>().unwrap_err().to_string();
+        assert!(e.contains("auto, portable, hopper"), "{e}");
+    }
+}

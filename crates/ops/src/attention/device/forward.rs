@@ -1,0 +1,146 @@
+//! The kernels of the forward pass, and what those of both passes are chosen by.
+
+use tilewire_core::{DType, Error, ErrorKind, Result};
+use tilewire_device::cuda::{CudaContext, Grid, Kernel};
+use tilewire_kernels::Source;
+use tilewire_kernels::attention::{
+    PLAIN_ATTENTION, PLAIN_ROWS, Plain, SM80_ATTENTION, Tile, Variant,
+};
+
+use super::hopper::{self, Hopper};
+use crate::attention::{AttentionDesc, AttnBackend, AttnMask};
+use crate::common::cuda::load;
+
+/// Returns how kernels name a type.
+pub(super) fn code(t: DType) -> u32 {
+    match t {
+        DType::BF16 => 0,
+        DType::F16 => 1,
+        _ => 2,
+    }
+}
+
+/// A kernel, the rows of its tiles, and its blocks.
+pub(super) struct Tiled {
+    pub kernel: Kernel,
+    pub rows: u64,
+    threads: u32,
+    shared_bytes: u32,
+}
+
+impl Tiled {
+    pub fn new(kernel: Kernel, rows: u64, t: Tile, shared_bytes: u64) -> Result<Self> {
+        let (threads, shared_bytes) = (32 * t.warps as u32, shared_bytes as u32);
+        // Static shared memory counts, too: 48 KiB beside it are already more than the default.
+        kernel.allow_shared(shared_bytes)?;
+        Ok(Self { kernel, rows, threads, shared_bytes })
+    }
+
+    pub fn grid(&self, tiles: u32, heads: u32) -> Grid {
+        Grid::new(tiles * heads, self.threads).shared(self.shared_bytes)
+    }
+}
+
+/// The kernel of a forward pass.
+pub(super) enum Attend {
+    Portable(Tiled),
+    Hopper(Hopper),
+}
+
+/// The kernels of one direction and type.
+pub(super) struct Forward {
+    pub attend: Attend,
+    pub table: Kernel,
+    pub name: String,
+}
+
+/// The compilation for matrix instructions, if there is one for these dimensions.
+pub(super) fn variant(d: &AttentionDesc, extra: bool) -> Option<Variant> {
+    let fits = |x: usize| x.is_multiple_of(8) && (8..=256).contains(&x);
+    let narrow = matches!(d.dtype, DType::BF16 | DType::F16);
+    let v = Variant { f16: d.dtype == DType::F16, dqk: d.dqk as u64, dv: d.dv as u64, extra };
+    (narrow && fits(d.dqk) && fits(d.dv)).then_some(v)
+}
+
+/// The compilation that this device has the shared memory for; else the plain kernels do it.
+pub(super) fn fitting(
+    ctx: &CudaContext,
+    v: Option<Variant>,
+    bytes: fn(&Variant) -> u64,
+) -> Result<Option<Variant>> {
+    let most = u64::from(ctx.max_shared_bytes()?);
+    Ok(v.and_then(|v| v.fitting(most, bytes)))
+}
+
+/// The compilation that plain causal attention of `dtype` takes, with heads of `dqk` and `dv`.
+pub(crate) fn unit(dtype: DType, (dqk, dv): (usize, usize)) -> (Source, Vec<(String, u64)>) {
+    let d = AttentionDesc { dv, ..AttentionDesc::new(1, (1, 1), dqk, dtype, AttnMask::CAUSAL) };
+    match variant(&d, false) {
+        Some(v) => (SM80_ATTENTION, v.defines()),
+        None => (PLAIN_ATTENTION, plain(&d).defines()),
+    }
+}
+
+/// Returns what needs the text with all features.
+pub(super) fn extra(d: &AttentionDesc) -> bool {
+    d.softcap.is_some() || d.bias.is_some() || d.dropout.is_some() || d.scale as f32 <= 0.0
+}
+
+pub(super) fn plain(d: &AttentionDesc) -> Plain {
+    let [input, output] = [d.dtype, d.out].map(|t| u64::from(code(t)));
+    Plain { input, output, dqk: d.dqk as u64, dv: d.dv as u64 }
+}
+
+/// The tile of plain kernels: a warp to a row.
+pub(super) const ROWS: Tile = Tile { m: PLAIN_ROWS, n: PLAIN_ROWS, warps: PLAIN_ROWS };
+
+impl Forward {
+    pub fn new(
+        ctx: &CudaContext,
+        d: &AttentionDesc,
+        out: DType,
+        backend: AttnBackend,
+    ) -> Result<Self> {
+        if backend == AttnBackend::Hopper {
+            if let Some(why) =
+                hopper::unfit(d).map_or_else(|| Hopper::lacks(ctx), |w| Ok(Some(w)))?
+            {
+                return Err(not_by_hopper(&why));
+            }
+            let (h, m) = Hopper::new(ctx, d)?;
+            let (name, table) = (h.name(), m.kernel("tw_attn_table")?);
+            return Ok(Self { attend: Attend::Hopper(h), table, name });
+        }
+        let with = |v: Variant| -> Result<Self> {
+            let (m, t) = (load(ctx, &SM80_ATTENTION, v.defines())?, v.forward());
+            let fwd = Tiled::new(m.kernel("tw_attn_fwd")?, t.m, t, v.forward_shared_bytes())?;
+            let name = format!("tiles {}x{}", t.m, t.n);
+            Ok(Self { attend: Attend::Portable(fwd), table: m.kernel("tw_attn_table")?, name })
+        };
+        match fitting(ctx, variant(d, extra(d)), Variant::forward_bytes)? {
+            Some(v) => with(v),
+            None => {
+                let output = u64::from(code(out));
+                let defines = Plain { output, ..plain(d) }.defines();
+                let m = load(ctx, &PLAIN_ATTENTION, defines)?;
+                let fwd = Tiled::new(m.kernel("tw_attn_fwd")?, PLAIN_ROWS, ROWS, 0)?;
+                let (attend, name) = (Attend::Portable(fwd), "plain".to_owned());
+                Ok(Self { attend, table: m.kernel("tw_attn_table")?, name })
+            }
+        }
+    }
+
+    /// Returns the rows of a tile of queries.
+    pub fn rows(&self) -> u64 {
+        match &self.attend {
+            Attend::Portable(t) => t.rows,
+            Attend::Hopper(h) => h.rows(),
+        }
+    }
+}
+
+pub(super) fn not_by_hopper(why: &str) -> Error {
+    let text = format!("the attention kernel for sm_90a cannot do this: {why}");
+    Error::new(ErrorKind::Unsupported, text)
+        .hint("use the backend `auto`, which takes another kernel then")
+}

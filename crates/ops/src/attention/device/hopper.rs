@@ -1,0 +1,188 @@
+//! The forward pass on sm_90a by wgmma and TMA (`attention/sm90_attention.cu`).
+
+use tilewire_core::{DType, Result};
+use tilewire_device::cuda::{
+    CudaContext, CudaMemory, CudaModule, CudaStream, Grid, Kernel, LaunchArgs, MapPromotion,
+    MapSwizzle, RawTensorMap, TensorMapDesc,
+};
+use tilewire_kernels::abi::{TwAttn, TwAttnOrder};
+use tilewire_kernels::attention::hopper::{
+    BOX_COLS, HopperVariant, SM90_ATTENTION, STORE_ROWS, THREADS, TILE_M,
+};
+
+use crate::attention::AttentionDesc;
+use crate::common::cuda::{load, workspace};
+
+/// Bytes of the L2 cache that keys and values of the heads which are done together may take, of
+/// the 50 MB of an H100.
+const L2_BYTES: usize = 40 << 20;
+
+/// `TwAttn::out_type` of f16.
+const OUT_F16: u32 = 1;
+
+/// Returns why the kernel does not attend as `d` says, whatever the addresses; none if it does.
+pub(super) fn unfit(d: &AttentionDesc) -> Option<String> {
+    if !matches!(d.dtype, DType::BF16 | DType::F16) {
+        return Some(format!("its inputs are bf16 or f16, not {}", d.dtype));
+    }
+    if !HopperVariant::DIMS.contains(&(d.dqk, d.dv)) {
+        return Some(format!("it has no head dimensions {} and {}", d.dqk, d.dv));
+    }
+    let lacks = [
+        (d.softcap.is_some(), "softcap"),
+        (d.bias.is_some(), "bias"),
+        (d.dropout.is_some(), "dropout"),
+        (d.scale as f32 <= 0.0, "scale that is not positive"),
+    ];
+    lacks.iter().find(|(it, _)| *it).map(|(_, what)| format!("it has no {what}"))
+}
+
+/// The query heads that are done together: those of as many key heads as fit in L2.
+fn together(d: &AttentionDesc, tokens_kv: usize) -> u32 {
+    let head = tokens_kv.max(1) * (d.dqk + d.dv) * d.dtype.size();
+    let heads = (L2_BYTES / head).max(1) * (d.heads_q / d.heads_kv);
+    heads.min(d.heads_q).max(1) as u32
+}
+
+/// The kernel of one description on one device.
+pub(super) struct Hopper {
+    ctx: CudaContext,
+    variant: HopperVariant,
+    kernel: Kernel,
+    num_sms: u32,
+    /// A word by which tiles are dealt out. It is zero between launches, which do not overlap.
+    counter: CudaMemory,
+}
+
+impl Hopper {
+    /// Returns why `ctx` has no such kernel; none if it has.
+    ///
+    /// # Errors
+    /// What the driver reports.
+    pub fn lacks(ctx: &CudaContext) -> Result<Option<String>> {
+        let arch = ctx.arch()?;
+        Ok((!SM90_ATTENTION.runs_on(&arch))
+            .then(|| format!("it is for sm_90a, and this is {arch}")))
+    }
+
+    /// Loads the kernel of a description that is not [`unfit`], and the module that it is of.
+    ///
+    /// # Errors
+    /// As [`CudaContext::module`]; `Unsupported` if the device refuses the shared memory.
+    pub fn new(ctx: &CudaContext, d: &AttentionDesc) -> Result<(Self, CudaModule)> {
+        let variant = HopperVariant { f16: d.dtype == DType::F16, dqk: d.dqk, dv: d.dv };
+        let module = load(ctx, &SM90_ATTENTION, variant.defines())?;
+        let kernel = module.kernel("tw_hopper_attn_fwd")?;
+        kernel.allow_shared(variant.shared_bytes())?;
+        let (num_sms, counter) = (ctx.num_sms()?, workspace(ctx, 4)?);
+        Ok((Self { ctx: ctx.clone(), variant, kernel, num_sms, counter }, module))
+    }
+
+    /// Returns the rows of a tile of own segments.
+    pub fn rows(&self) -> u64 {
+        TILE_M as u64
+    }
+
+    /// Returns what is used, for people.
+    pub fn name(&self) -> String {
+        format!("the kernel for sm_90a (tiles {TILE_M}x{})", self.variant.keys())
+    }
+
+    /// Returns the memory that queued launches refer to.
+    pub fn counter(&self) -> &CudaMemory {
+        &self.counter
+    }
+
+    /// Queues the forward pass of tables with at least one tile: one kernel.
+    ///
+    /// # Safety
+    /// `p` is that of a launch of `d`, the description of [`Hopper::new`]: its tensors have the
+    /// rows and heads that it says, begin at multiples of 16 bytes, and stay until the kernel has
+    /// run; its segments lie inside of them, `tokens_kv` rows of keys.
+    ///
+    /// # Errors
+    /// What the driver reports.
+    pub unsafe fn launch(
+        &self,
+        stream: &CudaStream,
+        d: &AttentionDesc,
+        (p, tokens_kv): (&TwAttn, usize),
+    ) -> Result<()> {
+        let maps = self.maps(d, p)?;
+        let order =
+            TwAttnOrder { counter: self.counter.addr(), heads: together(d, tokens_kv), pad: 0 };
+        let blocks = u64::from(self.num_sms).min(u64::from(p.tiles) * u64::from(p.heads_q));
+        let grid = Grid::new(blocks as u32, THREADS).shared(self.variant.shared_bytes());
+        let args = maps.iter().fold(LaunchArgs::new().arg(p).arg(&order), LaunchArgs::raw_map);
+        // SAFETY: `tw_hopper_attn_fwd` takes (TwAttn, TwAttnOrder, 4 x TwTensorMap); the caller's
+        // contract for what they describe. `counter` is a word, zero but while a launch runs, and
+        // launches of a plan do not overlap.
+        unsafe { self.kernel.launch(stream, grid, args) }
+    }
+
+    /// The tensor maps of q, k, v and out, as `attention/sm90_attention.cu` wants them.
+    fn maps(&self, d: &AttentionDesc, p: &TwAttn) -> Result<[RawTensorMap; 4]> {
+        let keys = self.variant.keys();
+        let map = |cols: usize, ld: i64, rows: usize| TensorMapDesc {
+            swizzle: MapSwizzle::B128,
+            promotion: MapPromotion::B256,
+            ..TensorMapDesc::ragged(d.dtype, cols, ld as usize * 2, [rows, BOX_COLS])
+        };
+        let q = map(d.heads_q * d.dqk, p.ld_q, TILE_M);
+        let k = map(d.heads_kv * d.dqk, p.ld_k, keys);
+        let v = map(d.heads_kv * d.dv, p.ld_v, keys);
+        let out = TensorMapDesc {
+            // An output of f32 is stored without its map: any will do.
+            dtype: if p.out_type == OUT_F16 { DType::F16 } else { DType::BF16 },
+            ..map(d.heads_q * d.dv, p.ld_o, STORE_ROWS)
+        };
+        // Without a row of keys they have no address, and nothing is read.
+        let or_q = |addr: u64| if addr == 0 { p.q } else { addr };
+        let any = usize::MAX;
+        let all = [(p.q, any, &q), (or_q(p.k), any, &k), (or_q(p.v), any, &v), (p.out, any, &out)];
+        RawTensorMap::all(&self.ctx, all)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::attention::{AttnMask, BiasShape, Dropout};
+
+    #[test]
+    fn what_the_kernel_is_not_asked_for_has_a_reason() {
+        let of = |d, dtype| AttentionDesc::new(300, (4, 2), d, dtype, AttnMask::CAUSAL);
+        let d = of(128, DType::BF16);
+        for good in [
+            d.clone(),
+            of(64, DType::F16),
+            of(256, DType::BF16),
+            AttentionDesc { dv: 128, ..of(192, DType::BF16) },
+            AttentionDesc { sink: true, out: DType::F32, ..d.clone() },
+            AttentionDesc { mask: AttnMask::window(70, 3), ..d.clone() },
+        ] {
+            assert_eq!(unfit(&good), None, "{good}");
+        }
+        const BIAS: BiasShape = BiasShape { heads: 1, sq: 300, skv: 300 };
+        for (bad, why) in [
+            (of(128, DType::F32), "f32"),
+            (of(128, DType::F8E4M3), "e4m3"),
+            (of(80, DType::BF16), "80 and 80"),
+            (AttentionDesc { dv: 64, ..d.clone() }, "128 and 64"),
+            (AttentionDesc { softcap: Some(3.0), ..d.clone() }, "softcap"),
+            (AttentionDesc { bias: Some(BIAS), ..d.clone() }, "bias"),
+            (AttentionDesc { dropout: Some(Dropout { p: 0.1, seed: 1 }), ..d.clone() }, "dropout"),
+            (AttentionDesc { scale: -0.1, ..d.clone() }, "positive"),
+        ] {
+            assert!(unfit(&bad).is_some_and(|w| w.contains(why)), "{bad}: {:?}", unfit(&bad));
+        }
+    }
+
+    #[test]
+    fn heads_are_done_together_whose_keys_fit_in_l2() {
+        let d = AttentionDesc::new(8, (32, 8), 128, DType::BF16, AttnMask::CAUSAL);
+        // 512 bytes of a row of keys and values: 8 MiB of 16384 rows.
+        let of = |tokens| together(&d, tokens);
+        assert_eq!([of(0), of(4096), of(16384), of(1 << 20)], [32, 32, 20, 4]);
+    }
+}

@@ -1,0 +1,122 @@
+//! The forward pass of attention for sm_90a against the oracle: on a GPU, or an emulated device.
+
+use tilewire_core::DType;
+use tilewire_ops::attention::{
+    AttentionDesc, AttentionPlan, AttnBackend, AttnMask, BiasShape, Dropout, Sequences,
+};
+use tilewire_testing::{Lack, WORDS, did_not_run};
+
+use crate::attention::{base, padded_sequences, replays_by, run_by};
+use crate::common::Gpu;
+use crate::driver::Driver;
+use crate::hopper::{hopper, is_emulated};
+
+fn run(g: &Gpu, d: &AttentionDesc) {
+    let explain = run_by(g, d, AttnBackend::Hopper);
+    assert!(explain.contains("sm_90a"), "{explain}");
+}
+
+/// An emulated device takes its time, most of it for the backward pass.
+#[test]
+fn attention_for_sm_90a_of_masks_lengths_and_dimensions() {
+    let Some(g) = hopper() else { return };
+    if is_emulated() {
+        run(&g, &base(65, 128, DType::BF16, AttnMask::CAUSAL));
+        return run(&g, &base(131, 64, DType::F16, AttnMask::window(70, 3)));
+    }
+    for dtype in [DType::BF16, DType::F16] {
+        for dim in [64, 128, 256] {
+            for seq in [1, 63, 65, 127, 129, 200, 515] {
+                run(&g, &base(seq, dim, dtype, AttnMask::CAUSAL));
+                run(&g, &base(seq, dim, dtype, AttnMask::FULL));
+            }
+            run(&g, &base(600, dim, dtype, AttnMask::window(170, 3)));
+        }
+        run(&g, &AttentionDesc { dv: 128, ..base(450, 192, dtype, AttnMask::CAUSAL) });
+        run(&g, &AttentionDesc { out: DType::F32, ..base(450, 128, dtype, AttnMask::CAUSAL) });
+        let cross = AttentionDesc {
+            sequences: Sequences::packed(&[0, 300], &[0, 170]).unwrap(),
+            ..base(1, 128, dtype, AttnMask::CAUSAL)
+        };
+        run(&g, &cross);
+    }
+}
+
+#[test]
+fn attention_for_sm_90a_of_packed_rows_and_sinks() {
+    let Some(g) = hopper() else { return };
+    let dims: &[usize] = if is_emulated() { &[64] } else { &[64, 128, 256] };
+    for &dim in dims {
+        let packed = AttentionDesc {
+            sequences: padded_sequences(),
+            ..base(1, dim, DType::BF16, AttnMask::CAUSAL)
+        };
+        run(&g, &AttentionDesc { sink: true, ..packed.clone() });
+        if !is_emulated() {
+            run(&g, &packed);
+            run(&g, &AttentionDesc { mask: AttnMask::window(50, 20), ..packed });
+        }
+    }
+    let none = Sequences::packed(&[0, 40], &[0, 0]).unwrap();
+    let none = AttentionDesc { sequences: none, ..base(1, 64, DType::BF16, AttnMask::FULL) };
+    run(&g, &none);
+}
+
+#[test]
+fn attention_for_sm_90a_replays_with_the_same_bits() {
+    let Some(g) = hopper() else { return };
+    let (seq, dim) = if is_emulated() { (70, 64) } else { (700, 128) };
+    replays_by(&g, &base(seq, dim, DType::BF16, AttnMask::CAUSAL), AttnBackend::Hopper);
+}
+
+/// What it does not do is an error of it alone, with the reason; `auto` does not take it.
+#[test]
+fn what_the_attention_kernel_for_sm_90a_does_not_take() {
+    let Some(g) = hopper() else { return };
+    let d = base(20, 64, DType::BF16, AttnMask::CAUSAL);
+    let bias = Some(BiasShape { heads: 1, sq: 20, skv: 20 });
+    for (bad, why) in [
+        (AttentionDesc { softcap: Some(2.0), ..d.clone() }, "softcap"),
+        (AttentionDesc { bias, ..d.clone() }, "bias"),
+        (AttentionDesc { dropout: Some(Dropout { p: 0.2, seed: 9 }), ..d.clone() }, "dropout"),
+        (AttentionDesc { scale: -1.0, ..d.clone() }, "positive"),
+        (base(20, 40, DType::BF16, AttnMask::FULL), "40 and 40"),
+        (base(20, 64, DType::F32, AttnMask::FULL), "f32"),
+        (base(20, 64, DType::F8E4M3, AttnMask::FULL), "e4m3"),
+    ] {
+        let plan = AttentionPlan::with_backend(bad, None, AttnBackend::Hopper).unwrap();
+        let e = plan.prepare(&g.stream).unwrap_err();
+        assert!(e.is_unsupported() && e.get_hint().is_some() && e.to_string().contains(why), "{e}");
+    }
+    for by in [AttnBackend::Auto, AttnBackend::Portable] {
+        let plan = AttentionPlan::with_backend(d.clone(), None, by).unwrap();
+        plan.prepare(&g.stream).unwrap();
+        assert!(!plan.explain().contains("sm_90a"), "{by}: {}", plan.explain());
+    }
+}
+
+#[test]
+fn the_attention_kernel_for_sm_90a_runs_on_emulated_devices() {
+    if is_emulated() {
+        return;
+    }
+    let Some(driver) = Driver::emulated() else {
+        did_not_run(Lack::Compiler, "no g++ builds an emulated driver here");
+        return;
+    };
+    let mut run = driver.command(std::env::current_exe().unwrap(), 1);
+    let out = run
+        .args([
+            "--exact",
+            "attention_hopper::attention_for_sm_90a_of_masks_lengths_and_dimensions",
+            "attention_hopper::attention_for_sm_90a_of_packed_rows_and_sinks",
+            "attention_hopper::attention_for_sm_90a_replays_with_the_same_bits",
+            "attention_hopper::what_the_attention_kernel_for_sm_90a_does_not_take",
+        ])
+        .output()
+        .unwrap();
+    let text = String::from_utf8_lossy(&out.stdout);
+    let text = format!("{text}{}", String::from_utf8_lossy(&out.stderr));
+    assert!(out.status.success() && text.contains("4 passed"), "{text}");
+    assert!(!text.contains(WORDS), "{text}");
+}
