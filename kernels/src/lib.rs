@@ -14,6 +14,7 @@ pub mod attention;
 mod files;
 pub mod gemm;
 pub mod hopper;
+mod layout;
 pub mod portable;
 
 use files::For;

@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 use std::sync::{LazyLock, Mutex};
 
-use tilewire_kernels::abi::{TwAttnOrder, TwTensorMap};
+use tilewire_kernels::abi::TwAttnOrder;
 use tilewire_kernels::attention::Tile;
 use tilewire_kernels::attention::hopper::{
     HopperVariant, SM90_ATTENTION, STORE_ROWS, THREADS, TILE_M,
@@ -12,7 +12,7 @@ use tilewire_kernels::attention::hopper::{
 use crate::attention::{Build, Case, Tiles, case};
 use crate::compile::Unit;
 use crate::gemm::Type;
-use crate::hopper::map;
+use crate::hopper::ragged;
 use crate::host::{Lib, RUNTIME};
 use crate::{Test, tests};
 
@@ -43,12 +43,6 @@ static LIBS: LazyLock<Mutex<HashMap<String, &'static Lib>>> = LazyLock::new(Mute
 pub fn lib(v: &HopperVariant) -> &'static Lib {
     let mut libs = LIBS.lock().unwrap();
     libs.entry(format!("{v:?}")).or_insert_with(|| load(SM90_ATTENTION.emu_text(), v))
-}
-
-/// A ragged map of rows of `cols` elements, `ld` apart (`TensorMapDesc::ragged`).
-fn ragged(addr: u64, cols: usize, ld: i64, rows: usize) -> TwTensorMap {
-    let end = (1 << 31) - (1 << 16);
-    map(addr, [cols, 1 << 30, end, end], [2 * ld, 2 * ld, (2 << 34) - 2 * ld], rows)
 }
 
 pub const D128: HopperVariant = HopperVariant { f16: false, dqk: 128, dv: 128 };

@@ -49,6 +49,12 @@ pub fn map<const N: usize, const OUTER: usize>(
     TwTensorMap { words }
 }
 
+/// A ragged map of rows of `cols` elements, `ld` apart (`TensorMapDesc::ragged`).
+pub fn ragged(addr: u64, cols: usize, ld: i64, rows: usize) -> TwTensorMap {
+    let end = (1 << 31) - (1 << 16);
+    map(addr, [cols, 1 << 30, end, end], [2 * ld, 2 * ld, (2 << 34) - 2 * ld], rows)
+}
+
 /// The variant of a case.
 pub fn variant(c: &Case, f16: bool, cols: usize) -> Variant {
     let order = match c.layout {

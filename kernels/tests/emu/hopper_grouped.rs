@@ -5,13 +5,13 @@ use std::sync::{LazyLock, Mutex};
 
 use tilewire_kernels::abi::{TwGrouped, TwHopper, TwHopperGrouped, TwTensorMap};
 use tilewire_kernels::hopper::{
-    BOX_COLS, CLUSTER, Epilogue, HOPPER_GROUPED_GEMM, Order, STORE_ROWS, THREADS, TILE_K, Variant,
+    CLUSTER, Epilogue, HOPPER_GROUPED_GEMM, Order, STORE_ROWS, THREADS, TILE_K, Variant,
 };
 
 use crate::compile::Unit;
 use crate::gemm::{GELU, RELU, SWIGLU, Type};
 use crate::grouped::{Case, Dgrad, Fprop, Pass, Wgrad, bad_ends, bad_splits, case, many};
-use crate::hopper::map;
+use crate::hopper::{map, ragged};
 use crate::host::{Lib, RUNTIME};
 use crate::memory::Memory;
 use crate::planted::all_are_killed;
@@ -23,19 +23,6 @@ pub const TESTS: &[Test] = tests![
     hopper_groups_that_cannot_be_used_write_nothing,
     hopper_groups_mutants,
 ];
-
-/// A ragged map, as `TensorMapDesc::ragged` of the device crate makes it.
-fn ragged(addr: u64, cols: usize, rows: usize) -> TwTensorMap {
-    let (pitch, limit) = (2 * cols as u64, (1 << 31) - (1 << 16));
-    let mut m = map(addr, [cols, 1 << 30, limit], [pitch as i64; 2], rows);
-    m.words[5] = limit as u64;
-    m.words[9] = (2u64 << 34) - pitch;
-    m.words[11] |= 1 << 48;
-    // Four dimensions in place of three.
-    m.words[12] += 1 << 16;
-    assert_eq!(m.words[11] & 0xffff, BOX_COLS as u64);
-    m
-}
 
 fn variant(c: &Case, cols: usize) -> Variant {
     let order = match c.pass {
@@ -129,11 +116,12 @@ fn params(
         maps.write(&own);
         all(addr, 0)
     };
-    let a = ragged(g.a, k, TILE_K);
+    let packed = |addr, cols: usize, rows| ragged(addr, cols, cols as i64, rows);
+    let a = packed(g.a, k, TILE_K);
     let [b, d] = match c.pass {
-        Fprop => [planes(g.b, n, k, v.b_rows()), ragged(g.d, c.cols(), STORE_ROWS)],
-        Dgrad => [planes(g.b, k, n, v.b_rows()), ragged(g.d, n, STORE_ROWS)],
-        Wgrad => [ragged(g.b, n, TILE_K), planes(g.d, k, n, STORE_ROWS)],
+        Fprop => [planes(g.b, n, k, v.b_rows()), packed(g.d, c.cols(), STORE_ROWS)],
+        Dgrad => [planes(g.b, k, n, v.b_rows()), packed(g.d, n, STORE_ROWS)],
+        Wgrad => [packed(g.b, n, TILE_K), planes(g.d, k, n, STORE_ROWS)],
     };
     (grouped, [a, b, d])
 }
