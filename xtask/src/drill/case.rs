@@ -111,9 +111,7 @@ impl Case {
             }
             "launcher" => (json!({}), process(ranks, endless)),
             "stalled" => (json!({ "limit": 1 }), format!("run -n {ranks} --timeout-s 1 -- yes")),
-            "full" => (json!({ "text": "No space left" }), threads_or(&mut r, ranks, endless)),
-            "fds" => (json!({ "limit": 8 + r.below(120) }), threads(ranks, &bounded)),
-            "memory" => (json!({ "limit": (60 + r.below(900)) << 10 }), threads(ranks, &bounded)),
+            "full" | "fds" | "memory" => exhausted(kind, &mut r, ranks),
             "files" => (json!({ "limit": 1 + r.below(40) }), threads(ranks, &bounded)),
             "stranger" => (json!({}), process(ranks, &bounded)),
             "damage" if devices == Devices::Gpu => (json!({}), process(ranks, &bounded)),
@@ -184,6 +182,22 @@ fn restarted(ranks: u64, more: &str) -> String {
     format!(
         "run -n {ranks} --max-restarts 9 -- SELF train {more} --metrics m --every 2 --checkpoint c"
     )
+}
+
+/// A job that lacks space, descriptors or memory.
+fn exhausted(kind: &str, r: &mut Random, ranks: u64) -> (Value, String) {
+    let more = saving(r);
+    if kind == "full" {
+        let endless = format!("--steps {ENDLESS}{more}");
+        return (json!({ "text": "No space left" }), threads_or(r, ranks, &endless));
+    }
+    let limit = if kind == "fds" { 8 + r.below(120) } else { (60 + r.below(900)) << 10 };
+    (json!({ "limit": limit }), threads(ranks, &format!("--steps {STEPS}{more}")))
+}
+
+/// In half of the cases with checkpoints, which threads of their own write.
+fn saving(r: &mut Random) -> &'static str {
+    r.of(&["", " --checkpoint c --every 10"])
 }
 
 fn threads_or(r: &mut Random, ranks: u64, more: &str) -> String {
