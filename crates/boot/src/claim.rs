@@ -46,7 +46,8 @@ pub(crate) fn claim(
     Err(taken(me, &card))
 }
 
-/// Fails if the process that had my rank in an earlier meeting, that of `me`, is in its world still.
+/// Fails if the process that had my rank in an earlier meeting, that of `me`, is in its world
+/// still.
 ///
 /// # Errors
 /// `Mismatch` if it lives. Errors of the store.

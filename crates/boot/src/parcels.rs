@@ -1,4 +1,4 @@
-//! What a peer sends over its link, put together: fragments become parcels of the inbox.
+//! The messages of a peer, put together: fragments become parcels of the inbox.
 
 use std::collections::HashMap;
 use std::os::fd::OwnedFd;

@@ -18,9 +18,10 @@ const MOST: usize = 40;
 /// Descriptors of a message that are made here; a message with more is refused.
 const MOST_FDS: usize = 3;
 
-/// What happens to an inbox: bytes `[what, peer, length, length]`, and as many bytes behind them.
+/// One event of an inbox: bytes `[what, peer, length, length]`, and as many bytes behind them.
 enum Step<'a> {
-    /// A message arrives from the peer. Its payload is not in the input, but made as the header says.
+    /// A message arrives from the peer. Its payload is not in the input, but made as the header
+    /// says.
     Message(&'a [u8]),
     /// An exchange under this tag does not wait.
     Collect(String),

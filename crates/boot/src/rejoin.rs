@@ -79,9 +79,7 @@ impl Rejoin {
         self.restarts = restarts;
         place_of(place)
     }
-}
 
-impl Rejoin {
     /// Tells the launcher that `rank` ends by an error that would come again, as that of a bad
     /// argument does: then the job ends, however many restarts are left.
     pub fn give_up(&self, rank: Rank) {

@@ -159,7 +159,7 @@ fn is_loss(e: &Error) -> bool {
     matches!(e.kind(), ErrorKind::PeerDead | ErrorKind::Aborted | ErrorKind::Timeout)
 }
 
-/// Errors of arguments and surroundings, which a restart would meet again.
+/// Errors of arguments and of the environment, which a restart would meet again.
 fn comes_again(e: &Error) -> bool {
     use ErrorKind::{Config, InvalidArgument, Mismatch, Unsupported};
     matches!(e.kind(), Config | InvalidArgument | Mismatch | Unsupported)

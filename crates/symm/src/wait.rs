@@ -14,7 +14,7 @@ use crate::recorder::{self, EntryState, Fingerprint};
 use crate::silence::Watch;
 use crate::team::LiveTeam;
 
-/// The longest sleep: deadlines and the deaths of peers that ring nobody's bell are looked at so often.
+/// The longest sleep: what rings no bell, as a deadline, is looked at so often.
 const SLICE: Duration = Duration::from_millis(20);
 
 /// The context of a wait, for its error.

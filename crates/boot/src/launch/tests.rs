@@ -415,8 +415,8 @@ fn the_death_of_the_launcher_ends_what_has_cleared_its_environment() {
     }
 }
 
-/// What a lost rank has left, in a session of its own and without environment, too, ends before it
-/// is started anew.
+/// Processes that a lost rank has left, in a session of their own and without environment, too, end
+/// before it is started anew.
 #[test]
 fn a_restart_ends_what_the_lost_rank_has_left_behind() {
     let script = "[ $_TILEWIRE_RESTARTS = 1 ] && exit 0; \

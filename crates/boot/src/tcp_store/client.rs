@@ -157,7 +157,7 @@ impl Store for StoreClient {
     }
 }
 
-/// Where a client goes, by which secret, and as who.
+/// The address that a client goes to, its secret, and who it is.
 type Way<'a> = (&'a StoreAddr, &'a Secret, Option<&'a Who>);
 
 fn open((addr, secret, who): Way<'_>, deadline: Deadline) -> Result<Stream> {

@@ -28,7 +28,7 @@ const MOST: usize = 64;
 /// Longest wait of a request before the next look at those that have come.
 const LOOK: Duration = Duration::from_millis(250);
 
-/// What connections with another secret have said who they are.
+/// Connections with another secret, and who they say that they are.
 #[derive(Default)]
 pub(crate) struct OtherSecrets(Mutex<Said>);
 

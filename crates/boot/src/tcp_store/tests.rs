@@ -309,7 +309,7 @@ fn claim(port: u16) {
     assert!(e.message().contains("does not know our secret"), "{e}");
 }
 
-/// Who runs as another user says nothing that counts, whatever it says.
+/// The word of another user's process does not count, whatever it says.
 #[test]
 fn another_user_with_another_secret_ends_no_meeting() {
     if let Ok(port) = std::env::var(CLAIM) {
@@ -341,7 +341,7 @@ fn another_user_with_another_secret_ends_no_meeting() {
     assert!(e.kind() == ErrorKind::Protocol && e.message().starts_with("r1 has another"), "{e}");
 }
 
-/// Who has a last word for the store of a rank 0 that has ended is not kept by it.
+/// A last word for the store of a rank 0 that has ended takes no time.
 #[test]
 fn a_server_that_has_ended_is_not_waited_for() {
     let secret = Secret::from_job("j");

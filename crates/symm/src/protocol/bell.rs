@@ -13,8 +13,9 @@ pub trait Futex {
     fn fetch_add(&self, value: u32, order: Ordering) -> u32;
     /// Subtracts atomically; returns the value before.
     fn fetch_sub(&self, value: u32, order: Ordering) -> u32;
-    /// Sleeps until [`Futex::wake_all`], or until `limit` has passed; it may return earlier. It does
-    /// not sleep if the word is not `seen`, and no wake-up comes between that look and the sleep.
+    /// Sleeps until [`Futex::wake_all`], or until `limit` has passed; it may return earlier. It
+    /// does not sleep if the word is not `seen`, and no wake-up comes between that look and the
+    /// sleep.
     fn wait(&self, seen: u32, limit: Duration);
     /// Wakes all that sleep on the word.
     fn wake_all(&self);

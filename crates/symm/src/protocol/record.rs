@@ -51,8 +51,8 @@ pub fn note<'a, W: Word + 'a>(word: impl Fn(usize) -> &'a W, seq: u64, fingerpri
 
 /// Returns the fingerprint of meeting `seq`, if it is one of the last two that are noted.
 ///
-/// It does not look at the number again: as [`note`] says, a pair is not overwritten before all have
-/// looked at it.
+/// It does not look at the number again: as [`note`] says, a pair is not overwritten before all
+/// have looked at it.
 #[inline]
 pub fn noted<'a, W: Word + 'a>(word: impl Fn(usize) -> &'a W, seq: u64) -> Option<u64> {
     let at = [0, 2].into_iter().find(|i| word(*i).load(Ordering::Acquire) == seq)?;
