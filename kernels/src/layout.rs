@@ -1,4 +1,4 @@
-//! How structures that kernels take by value lie in memory.
+//! The layout in memory of structures that kernels take by value.
 
 use std::fmt::Write as _;
 

@@ -147,8 +147,8 @@ __device__ __forceinline__ void tw_prefetch(const void* p, i64 ld, u32 row, u32 
     for (u32 left = min((u32)TW_HG_M, max(rows, row) - row); left > 0; left--, at += ld * size) bulk_prefetch_l2(at, bytes);
 }
 
-// What the epilogue of a tile reads, under the tile's last products: else the multipliers would wait
-// for memory.
+// Brings what the epilogue of a tile reads to L2, under the tile's last products: else the
+// multipliers would wait for memory.
 template <class Tiles> __device__ __forceinline__ void tw_prefetch_epilogue(const Tiles& tiles) {
     const TwHopper& g = tiles.product();
     const u32 row = tiles.row(), col = tiles.col();

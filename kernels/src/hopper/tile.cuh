@@ -48,8 +48,8 @@ enum : u32 {
     TW_HG_BYTES = TW_HG_AT_BARRIERS + 16 * TW_HG_STAGES + 32,
     // Steps before the end of a tile's loads at which what its epilogue reads is brought to L2.
     TW_HG_AHEAD = 8,
-    // Registers of a thread that loads, and of one that multiplies: 128 of 56 and 256 of 224 are what
-    // 384 threads of 168 begin with. With 40 and 232 some widths spill.
+    // Registers of a thread that loads, and of one that multiplies: 128 of 56 and 256 of 224 are
+    // what 384 threads of 168 begin with. With 40 and 232 some widths spill.
     TW_HG_LOAD_REGISTERS = 56,
     TW_HG_MULTIPLY_REGISTERS = 224,
 };
