@@ -3,6 +3,7 @@
 use tilewire_core::{DType, Result};
 use tilewire_device::Device;
 use tilewire_device::jit::KernelSpec;
+use tilewire_kernels::attention::hopper::SM90_ATTENTION;
 use tilewire_kernels::attention::{PLAIN_ATTENTION, SM80_ATTENTION};
 use tilewire_kernels::portable::EP_UNEVEN;
 
@@ -32,7 +33,8 @@ fn specs_of(arch: &str, dtype: DType, heads: &[(usize, usize)]) -> Vec<KernelSpe
         n if n.starts_with("TW_HG_") => false,
         _ => true,
     };
-    let attention = [SM80_ATTENTION.name, PLAIN_ATTENTION.name];
+    // The one for sm_90a is taken where it is asked for alone.
+    let attention = [SM80_ATTENTION.name, PLAIN_ATTENTION.name, SM90_ATTENTION.name];
     let mut all = kernel_specs(arch);
     all.retain(|s| !attention.contains(&s.name.as_str()) && s.defines.iter().all(is_of));
     let of_heads = heads.iter().map(|&h| unit(dtype, h));

@@ -4,7 +4,7 @@ mod table;
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use table::*;
 use tilewire_core::*;
@@ -244,7 +244,9 @@ fn another_receive_buffer_is_a_mismatch() {
 #[test]
 fn nobody_reads_a_receive_buffer_while_rows_come() {
     let gate = Arc::new(AtomicBool::new(true));
-    World::run_threads(2, WorldCfg::for_tests(), |world| {
+    // The rows come as long as rank 1 is held up: the deadline must not end that on a busy machine.
+    let cfg = WorldCfg { timeout: Duration::from_secs(60), ..WorldCfg::for_tests() };
+    World::run_threads(2, cfg, |world| {
         let (team, heap, s) = heap_of(&world, "held")?;
         let plan = EpPlan::new(desc(2, EpLayout::ExpertMajor { align: 1 }), &heap)?;
         plan.prepare(&s)?;
@@ -264,14 +266,17 @@ fn nobody_reads_a_receive_buffer_while_rows_come() {
         let recv = EpDispatch { x: x.clone(), scales: None, weights: None };
         let done = plan.dispatch(&s, &h, &tokens, (None, None), &recv)?;
         if team.rank().get() == 0 {
+            let begun = Instant::now();
             let e = loop {
                 match x.read(|_| ()) {
-                    Err(e) => break e,
+                    Err(e) => break Some(e),
+                    Ok(()) if begun.elapsed() > Duration::from_secs(30) => break None,
                     Ok(()) => std::thread::yield_now(),
                 }
             };
-            assert!(e.to_string().contains("work in flight"), "{e}");
             gate.store(false, Ordering::Release);
+            let e = e.expect("reading was refused for 30 s at no time");
+            assert!(e.to_string().contains("work in flight"), "{e}");
         }
         done.wait()?;
         let fed: i64 = h.m_splits().to_vec::<i64>()?.iter().sum();

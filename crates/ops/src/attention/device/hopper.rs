@@ -1,9 +1,11 @@
 //! The forward pass on sm_90a by wgmma and TMA (`attention/sm90_attention.cu`).
 
+use std::sync::Arc;
+
 use tilewire_core::{DType, Result};
 use tilewire_device::cuda::{
-    CudaContext, CudaMemory, CudaModule, CudaStream, Grid, Kernel, LaunchArgs, MapPromotion,
-    MapSwizzle, RawTensorMap, TensorMapDesc,
+    CudaContext, CudaModule, CudaStream, Grid, Kernel, LaunchArgs, MapPromotion, MapSwizzle,
+    RawTensorMap, TensorMapDesc,
 };
 use tilewire_kernels::abi::{TwAttn, TwAttnOrder};
 use tilewire_kernels::attention::hopper::{
@@ -11,7 +13,8 @@ use tilewire_kernels::attention::hopper::{
 };
 
 use crate::attention::AttentionDesc;
-use crate::common::cuda::{load, workspace};
+use crate::common::counters::Counters;
+use crate::common::cuda::load;
 
 /// Bytes of the L2 cache that keys and values of the heads which are done together may take, of
 /// the 50 MB of an H100.
@@ -50,8 +53,8 @@ pub(super) struct Hopper {
     variant: HopperVariant,
     kernel: Kernel,
     num_sms: u32,
-    /// A word by which tiles are dealt out. It is zero between launches, which do not overlap.
-    counter: CudaMemory,
+    /// By which tiles are dealt out.
+    counters: Arc<Counters>,
 }
 
 impl Hopper {
@@ -74,8 +77,8 @@ impl Hopper {
         let module = load(ctx, &SM90_ATTENTION, variant.defines())?;
         let kernel = module.kernel("tw_hopper_attn_fwd")?;
         kernel.allow_shared(variant.shared_bytes())?;
-        let (num_sms, counter) = (ctx.num_sms()?, workspace(ctx, 4)?);
-        Ok((Self { ctx: ctx.clone(), variant, kernel, num_sms, counter }, module))
+        let (num_sms, counters) = (ctx.num_sms()?, Counters::of(ctx)?);
+        Ok((Self { ctx: ctx.clone(), variant, kernel, num_sms, counters }, module))
     }
 
     /// Returns the rows of a tile of own segments.
@@ -86,11 +89,6 @@ impl Hopper {
     /// Returns what is used, for people.
     pub fn name(&self) -> String {
         format!("the kernel for sm_90a (tiles {TILE_M}x{})", self.variant.keys())
-    }
-
-    /// Returns the memory that queued launches refer to.
-    pub fn counter(&self) -> &CudaMemory {
-        &self.counter
     }
 
     /// Queues the forward pass of tables with at least one tile: one kernel.
@@ -109,14 +107,14 @@ impl Hopper {
         (p, tokens_kv): (&TwAttn, usize),
     ) -> Result<()> {
         let maps = self.maps(d, p)?;
-        let order =
-            TwAttnOrder { counter: self.counter.addr(), heads: together(d, tokens_kv), pad: 0 };
+        let counter = self.counters.next(stream);
+        let order = TwAttnOrder { counter, heads: together(d, tokens_kv), pad: 0 };
         let blocks = u64::from(self.num_sms).min(u64::from(p.tiles) * u64::from(p.heads_q));
         let grid = Grid::new(blocks as u32, THREADS).shared(self.variant.shared_bytes());
         let args = maps.iter().fold(LaunchArgs::new().arg(p).arg(&order), LaunchArgs::raw_map);
         // SAFETY: `tw_hopper_attn_fwd` takes (TwAttn, TwAttnOrder, 4 x TwTensorMap); the caller's
-        // contract for what they describe. `counter` is a word, zero but while a launch runs, and
-        // launches of a plan do not overlap.
+        // contract for what they describe. `counter` is none, or words that are zero and that no
+        // other launch uses meanwhile.
         unsafe { self.kernel.launch(stream, grid, args) }
     }
 

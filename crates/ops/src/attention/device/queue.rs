@@ -214,11 +214,7 @@ impl Prepared {
 
     /// Returns what queued kernels refer to.
     pub fn held(&self, tensors: Vec<Tensor>) -> impl Any + Clone + Send + Sync + use<> {
-        let counter = match &self.forward.attend {
-            Attend::Portable(_) => None,
-            Attend::Hopper(h) => Some(h.counter().clone()),
-        };
-        let own = (self.tables.memory.clone(), self.backward.delta_memory.clone(), counter);
+        let own = (self.tables.memory.clone(), self.backward.delta_memory.clone());
         (tensors, own, self.wide.as_ref().map(Wide::held))
     }
 
