@@ -382,13 +382,9 @@ fn the_death_of_the_launcher_ends_the_ranks() {
     }
 }
 
-/// Children behind a wrapper, in a session of their own, and with both parents gone.
-#[test]
-fn the_death_of_the_launcher_ends_what_ranks_have_started() {
-    let children = "sh -c 'echo pid $$; sleep 60; true' & \
-                    setsid sh -c 'echo pid $$; sleep 60; true' & \
-                    (setsid sh -c '(sh -c \"echo pid \\$\\$; sleep 60; true\" &)')";
-    let (mut child, pids, _lines) = launcher_of(children, 8);
+/// Kills the launcher of ranks that start `children`, `num` processes in all: they end in a second.
+fn end_with_the_launcher(children: &str, num: usize) {
+    let (mut child, pids, _lines) = launcher_of(children, num);
     assert!(pids.iter().all(|p| alive(p)), "{pids:?}");
     child.kill().unwrap();
     child.wait().unwrap();
@@ -399,20 +395,21 @@ fn the_death_of_the_launcher_ends_what_ranks_have_started() {
     }
 }
 
+/// Children behind a wrapper, in a session of their own, and with both parents gone.
+#[test]
+fn the_death_of_the_launcher_ends_what_ranks_have_started() {
+    let children = "sh -c 'echo pid $$; sleep 60; true' & \
+                    setsid sh -c 'echo pid $$; sleep 60; true' & \
+                    (setsid sh -c '(sh -c \"echo pid \\$\\$; sleep 60; true\" &)')";
+    end_with_the_launcher(children, 8);
+}
+
 /// A process that clears its environment, alone or in a session of its own, with both parents gone.
 #[test]
 fn the_death_of_the_launcher_ends_what_has_cleared_its_environment() {
     let children = "env -i sh -c 'echo pid $$; sleep 60; true' & \
                     (env -i setsid sh -c '(env -i sh -c \"echo pid \\$\\$; sleep 60; true\" &)')";
-    let (mut child, pids, _lines) = launcher_of(children, 6);
-    assert!(pids.iter().all(|p| alive(p)), "{pids:?}");
-    child.kill().unwrap();
-    child.wait().unwrap();
-    let dead = Instant::now();
-    while pids.iter().any(|p| alive(p)) {
-        assert!(dead.elapsed() < Duration::from_secs(1), "some of {pids:?} live on");
-        std::thread::sleep(Duration::from_millis(10));
-    }
+    end_with_the_launcher(children, 6);
 }
 
 /// Processes that a lost rank has left, in a session of their own and without environment, too, end
