@@ -4,12 +4,14 @@
 //! after a warm-up, random inputs; a causal mask counts half of the products. One JSON object a
 //! line, the forward pass by each backend that the device has.
 
-use tilewire_core::{DType, Result, Rng, Shape};
+use tilewire_core::{DType, Result, Shape};
 use tilewire_device::cuda::{CudaContext, CudaEvent};
 use tilewire_device::{Device, Queue, Stream, Tensor};
 use tilewire_ops::attention::{
     AttentionDesc, AttentionPlan, AttnBackend, AttnGrads, AttnInputs, AttnMask, AttnOut, AttnSaved,
 };
+
+use crate::normal;
 
 const RUNS: usize = 20;
 const HEADS: (usize, usize) = (32, 8);
@@ -29,13 +31,8 @@ fn bench(ctx: &CudaContext, seq: usize) -> Result<()> {
     let desc = AttentionDesc::new(seq, HEADS, DIM, DType::BF16, AttnMask::CAUSAL);
     let plan = AttentionPlan::with_backend(desc.clone(), None, AttnBackend::Portable)?;
     plan.prepare(&stream)?;
-    let mut rng = Rng::new(1);
-    let mut random = |heads: usize| -> Result<Tensor> {
-        // Normal numbers repeat after a while: what they are matters to power, not to time.
-        let few: Vec<f32> = (0..65_521).map(|_| rng.normal()).collect();
-        let v: Vec<f32> = (0..seq * heads * DIM).map(|i| few[i % few.len()]).collect();
-        Tensor::from_f32(&v, DType::BF16, Shape::d3(seq, heads, DIM))?.to(&device)
-    };
+    let random =
+        |heads: usize| normal(ctx, &stream, seq, heads * DIM)?.reshape(Shape::d3(seq, heads, DIM));
     let x = AttnInputs::new(random(HEADS.0)?, random(HEADS.1)?, random(HEADS.1)?);
     let d_out = random(HEADS.0)?;
     let empty = |dtype, shape| Tensor::zeros(dtype, shape).to(&device);

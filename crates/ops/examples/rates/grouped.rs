@@ -7,7 +7,7 @@
 use std::thread;
 use std::time::Duration;
 
-use tilewire_core::{DType, Result, Rng, Shape};
+use tilewire_core::{DType, Result, Shape};
 use tilewire_device::cuda::CudaContext;
 use tilewire_device::{Device, Stream, Tensor};
 use tilewire_ops::gemm::{AOrder, BOrder, Epilogue, GemmBackend, GemmDesc, GemmInputs, GemmPlan};
@@ -16,6 +16,7 @@ use tilewire_ops::grouped_gemm::{
 };
 
 use crate::gemm::median;
+use crate::{Launch, normal};
 
 /// Groups, rows of all of them, and features of the results and operands.
 const SHAPES: [[usize; 4]; 6] = [
@@ -80,9 +81,6 @@ struct Case {
     mask: Tensor,
 }
 
-/// What is timed.
-type Launch<'a> = Box<dyn Fn() -> Result<()> + 'a>;
-
 #[derive(Clone, Copy, PartialEq)]
 enum Pass {
     Fprop,
@@ -94,13 +92,7 @@ impl Case {
     fn new(ctx: &CudaContext, shape: [usize; 4], even: bool, grad: DType) -> Result<Self> {
         let [groups, rows, n, k] = shape;
         let (device, stream) = (Device::Cuda(ctx.clone()), Stream::on(ctx)?);
-        let mut rng = Rng::new(2);
-        let few: Vec<f32> = (0..65_521).map(|_| rng.normal()).collect();
-        // Normal numbers repeat after a while: what they are matters to power, not to time.
-        let random = |rows: usize, cols: usize| -> Result<Tensor> {
-            let v: Vec<f32> = (0..rows * cols).map(|i| few[i % few.len()]).collect();
-            Tensor::from_f32(&v, DType::BF16, Shape::d2(rows, cols))?.to(&device)
-        };
+        let random = |rows, cols| normal(ctx, &stream, rows, cols);
         let zeros = |dtype, rows, cols| Tensor::zeros_on(&device, dtype, Shape::d2(rows, cols));
         let ends = ends(groups, rows, even);
         // The f32 gradients are added to, those of bf16 stored.
