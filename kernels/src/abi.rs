@@ -11,6 +11,7 @@ use std::mem::{offset_of, size_of};
 use bytemuck::{Pod, Zeroable};
 
 use crate::attention::TABLE;
+use crate::attention::hopper::FEW;
 pub use crate::layout::{Field, Layout};
 use crate::portable::{COLLECTIVE_RANKS, MOVE_SEGMENTS};
 
@@ -341,11 +342,13 @@ abi! {
         in_type: u32,
     }
 
-    /// The order in which the forward kernel for sm_90a takes tiles.
+    /// The order in which the forward kernel for sm_90a takes tiles, and few segments.
     "attention/hopper.cuh" TwAttnOrder {
         counter: u64,
         heads: u32,
-        pad: u32,
+        few: u32,
+        own: [TwSeg; FEW],
+        other: [TwSeg; FEW],
     }
 
     /// Segments that `tw_attn_table` writes to device memory.

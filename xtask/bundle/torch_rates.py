@@ -2,32 +2,37 @@
 """What torch makes of the shapes of `rates attention` and `rates grouped`: the baseline of the same
 call, a line of JSON each.
 
-FlashAttention-2 by scaled_dot_product_attention, products of groups by torch._grouped_mm; medians
-of 20 after a warm-up, random inputs, bf16. Takes `attention` or `gemm`.
+FlashAttention-2 and cuDNN by scaled_dot_product_attention, products of groups by torch._grouped_mm;
+medians of 20, ten behind one another after a rest and a warm-up, and ten once more; random inputs,
+bf16. Takes `attention` or `grouped`.
 """
 
 import json
 import sys
+import time
 from statistics import median
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-RUNS, WARM = 20, 5
+ROUNDS, RUNS, WARM, REST_S = 2, 10, 3, 0.1
 
 
 def time_us(launch):
-    for _ in range(WARM):
-        launch()
     times = []
-    for _ in range(RUNS):
-        a, b = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        a.record()
-        launch()
-        b.record()
+    for _ in range(ROUNDS):
         torch.cuda.synchronize()
-        times.append(a.elapsed_time(b) * 1e3)
+        time.sleep(REST_S)
+        for _ in range(WARM):
+            launch()
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(RUNS + 1)]
+        events[0].record()
+        for e in events[1:]:
+            launch()
+            e.record()
+        torch.cuda.synchronize()
+        times += [a.elapsed_time(b) * 1e3 for a, b in zip(events, events[1:])]
     return median(times)
 
 
@@ -53,13 +58,20 @@ def attention(seq, heads=32, kv_heads=8, dim=128):
     )
     d_out = random(1, heads, seq, dim)
     flops = 2.0 * seq * seq * dim * heads
-    with sdpa_kernel([SDPBackend.FLASH_ATTENTION]):
-        fwd = lambda: scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        with torch.no_grad():
-            tell(flops, fwd, work="torch flash attention", seq=seq, **{"pass": "forward"})
-        out = fwd()
-        bwd = lambda: torch.autograd.grad(out, (q, k, v), d_out, retain_graph=True)
-        tell(2.5 * flops, bwd, work="torch flash attention", seq=seq, **{"pass": "backward"})
+    for name, backend in [
+        ("flash attention", SDPBackend.FLASH_ATTENTION),
+        ("cudnn", SDPBackend.CUDNN_ATTENTION),
+    ]:
+        what = {"work": f"torch {name}", "seq": seq}
+        if name == "cudnn":
+            what["cudnn"] = torch.backends.cudnn.version()
+        with sdpa_kernel([backend]):
+            fwd = lambda: scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+            with torch.no_grad():
+                tell(flops, fwd, **what, **{"pass": "forward"})
+            out = fwd()
+            bwd = lambda: torch.autograd.grad(out, (q, k, v), d_out, retain_graph=True)
+            tell(2.5 * flops, bwd, **what, **{"pass": "backward"})
 
 
 def sizes(groups, rows, even):

@@ -5,10 +5,14 @@ use tilewire_device::Device;
 use tilewire_device::jit::KernelSpec;
 use tilewire_kernels::attention::hopper::SM90_ATTENTION;
 use tilewire_kernels::attention::{PLAIN_ATTENTION, SM80_ATTENTION};
+use tilewire_kernels::hopper::{Epilogue, HOPPER_GEMM, HOPPER_GROUPED_GEMM};
 use tilewire_kernels::portable::EP_UNEVEN;
 
-use crate::attention::device::unit;
-use crate::common::cuda::{kernel_specs, mantissa, spec};
+use crate::attention::device::units;
+use crate::common::cuda::{kernel_specs, mantissa, spec, too_few_sms};
+
+/// Epilogues of the grouped products of a layer of experts, and of their gradients.
+const EXPERTS: [Epilogue; 3] = [Epilogue::Plain, Epilogue::Linear, Epilogue::SwiGlu];
 
 /// Compiles, on all cores, the kernels of plans with elements of `dtype` (and f32) and of attention
 /// with head dimensions `heads` (of q and k, of v), if `device` is a GPU and they are not built in
@@ -19,31 +23,40 @@ use crate::common::cuda::{kernel_specs, mantissa, spec};
 /// `Config` for a bad variable of the environment.
 pub fn compile_ahead(device: &Device, dtype: DType, heads: &[(usize, usize)]) -> Result<usize> {
     let Device::Cuda(ctx) = device else { return Ok(0) };
-    ctx.compile_ahead(&specs_of(&ctx.arch()?, dtype, heads))
+    let arch = ctx.arch()?;
+    let core = HOPPER_GROUPED_GEMM.runs_on(&arch) && too_few_sms(ctx)?.is_none();
+    ctx.compile_ahead(&specs_of(&arch, core, dtype, heads))
 }
 
-fn specs_of(arch: &str, dtype: DType, heads: &[(usize, usize)]) -> Vec<KernelSpec> {
+/// `core`: plans take the kernels for sm_90a.
+fn specs_of(arch: &str, core: bool, dtype: DType, heads: &[(usize, usize)]) -> Vec<KernelSpec> {
     let types = [DType::F32, dtype].map(mantissa);
     let is_of = |(name, value): &(String, u64)| match name.as_str() {
         "TW_GEMM_F16" => *value == u64::from(dtype == DType::F16),
         n if n.ends_with("_MANTISSA") => types.contains(value),
         // Of some machines only.
         n if n == EP_UNEVEN => false,
-        // Each takes seconds, and a plan needs one or two.
-        n if n.starts_with("TW_HG_") => false,
+        "TW_HG_F16" => *value == u64::from(dtype == DType::F16),
+        // What layers of experts take.
+        "TW_HG_EPI" => EXPERTS.iter().any(|e| e.code() == *value),
         _ => true,
     };
-    // The one for sm_90a is taken where it is asked for alone.
-    let attention = [SM80_ATTENTION.name, PLAIN_ATTENTION.name, SM90_ATTENTION.name];
+    // Plans of one product need one or two of the many variants, each of which takes seconds.
+    let mut others = vec![SM80_ATTENTION.name, PLAIN_ATTENTION.name, SM90_ATTENTION.name];
+    others.push(HOPPER_GEMM.name);
+    if !core {
+        others.push(HOPPER_GROUPED_GEMM.name);
+    }
     let mut all = kernel_specs(arch);
-    all.retain(|s| !attention.contains(&s.name.as_str()) && s.defines.iter().all(is_of));
-    let of_heads = heads.iter().map(|&h| unit(dtype, h));
+    all.retain(|s| !others.contains(&s.name.as_str()) && s.defines.iter().all(is_of));
+    let of_heads = heads.iter().flat_map(|&h| units(dtype, h, core));
     all.extend(of_heads.map(|(source, defines)| spec(&source, defines, arch)));
     all
 }
 
 #[cfg(test)]
 mod tests {
+    use tilewire_kernels::hopper::Variant;
     use tilewire_kernels::portable::{
         COLLECTIVE, EP_BULK, MOVE, PERMUTE, collective_defines, ep_bulk_defines, move_defines,
         permute_defines,
@@ -55,7 +68,7 @@ mod tests {
 
     #[test]
     fn what_is_compiled_ahead_is_of_one_type_and_the_heads_asked_for() {
-        let specs = specs_of("sm_90a", DType::BF16, &[(64, 64), (20, 20)]);
+        let specs = specs_of("sm_90a", false, DType::BF16, &[(64, 64), (20, 20)]);
         let has = |s: &Source, defines| specs.contains(&spec(s, defines, "sm_90a"));
         for source in [SM80_GEMM, SM80_GROUPED_GEMM] {
             assert!(has(&source, gemm_defines(DType::BF16)));
@@ -72,6 +85,14 @@ mod tests {
         assert_eq!(names, [SM80_ATTENTION.name, PLAIN_ATTENTION.name]);
         let of = |s: &KernelSpec, n| s.defines.iter().any(|d| *d == ("TW_ATTN_DQK".to_owned(), n));
         assert!(of(attention[0], 64) && of(attention[1], 20));
+        // Where plans take the kernels for sm_90a, also these, of one type and what experts need.
+        let core = specs_of("sm_90a", true, DType::BF16, &[(64, 64), (20, 20)]);
+        let num = |s: &Source| core.iter().filter(|c| c.name == s.name).count();
+        assert_eq!((num(&SM90_ATTENTION), num(&HOPPER_GEMM)), (1, 0));
+        let grouped = Variant::all_grouped();
+        let wanted = grouped.iter().filter(|v| !v.f16 && EXPERTS.contains(&v.epilogue)).count();
+        assert!(wanted > 0 && num(&HOPPER_GROUPED_GEMM) == wanted, "{wanted}");
+        assert_eq!(core.len(), specs.len() + wanted + 1);
         assert_eq!(compile_ahead(&Device::Host, DType::BF16, &[(64, 64)]).unwrap(), 0);
     }
 }

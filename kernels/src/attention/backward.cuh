@@ -58,12 +58,12 @@ template <bool QUERIES, u32 X, u32 Y, u32 WARPS> struct TwReturn {
         const u32 group = a.heads_q / a.heads_kv, heads = QUERIES ? a.heads_q : a.heads_kv;
         // Under a causal mask the last queries and the first keys have most work: they start first.
         const u32 head = blockIdx.x % heads, at = blockIdx.x / heads, t = QUERIES ? a.tiles - 1 - at : at;
-        const TwSeg own = tw_own(a, t);
+        const TwSeg own = tw_own(a.own, a.num_own, t);
         b.own = own, b.head = head, b.kv_head = QUERIES ? head / group : head;
         b.first = (t - own.tile) * X, b.num = min(own.len - b.first, X);
         const int shift = own.shift == TW_ATTN_GAP ? 0 : QUERIES ? own.shift : -own.shift;
         b.at = (int)(own.pos + b.first) + shift, b.at_last = b.at + (int)b.num - 1;
-        b.walk.template begin<Y>(a, b.own, b.at - before(a), b.at_last + behind(a) + 1, QUERIES ? head : head * group,
+        b.walk.template begin<Y>(a.other, b.own, b.at - before(a), b.at_last + behind(a) + 1, QUERIES ? head : head * group,
                                  QUERIES ? 1 : group);
     }
 
@@ -212,7 +212,7 @@ template <bool QUERIES, u32 X, u32 Y, u32 WARPS> struct TwReturn {
         // Hidden pairs get a score of -inf before the exponentials, so that these overlap with the
         // next products. Extras may turn that into a finite score; there, p is set to 0 afterwards.
         if (!TW_ATTN_EXTRA && !whole(a, b, t)) mask(a, b, t, p, -TW_INF);
-        if (threadIdx.x == 0) b.walk.template step<Y>(a, b.own, n + 2);
+        if (threadIdx.x == 0) b.walk.template step<Y>(a.other, b.own, n + 2);
         probabilities(a, b, t, numbers, p, (float (&)[MT][NT][4])slope);
         if (TW_ATTN_EXTRA && !whole(a, b, t)) mask(a, b, t, p, 0.0f);
         const bool drop = TW_ATTN_EXTRA && a.drop_below;

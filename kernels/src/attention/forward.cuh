@@ -148,11 +148,11 @@ __device__ __forceinline__ void tw_f_begin(const TwAttn& a, TwBlock& b) {
     if (threadIdx.x != 0) return;
     // Under a causal mask the last tiles have most keys: they start first.
     const u32 head = blockIdx.x % a.heads_q, t = a.tiles - 1 - blockIdx.x / a.heads_q;
-    const TwSeg own = tw_own(a, t);
+    const TwSeg own = tw_own(a.own, a.num_own, t);
     b.own = own, b.head = head, b.kv_head = head / (a.heads_q / a.heads_kv);
     b.first = (t - own.tile) * TW_FM, b.num = min(own.len - b.first, (u32)TW_FM);
     b.at = (int)(own.pos + b.first) + (own.shift == TW_ATTN_GAP ? 0 : own.shift), b.at_last = b.at + (int)b.num - 1;
-    b.walk.begin<TW_FN>(a, b.own, b.at - a.left, b.at_last + a.right + 1, head, 1);
+    b.walk.begin<TW_FN>(a.other, b.own, b.at - a.left, b.at_last + a.right + 1, head, 1);
 }
 
 // Copies tile `n` of keys and values to its stage.
@@ -205,7 +205,7 @@ __device__ __forceinline__ void tw_forward(const TwAttn& a) {
         if (TW_ATTN_EXTRA && a.drop_below) tw_f_drop(a, s, b.head, b.own.global + b.first, t.global);
         // Placed here because the branch keeps the compiler from loading values earlier, which
         // would spill.
-        if (threadIdx.x == 0) b.walk.step<TW_FN>(a, b.own, n + 2);
+        if (threadIdx.x == 0) b.walk.step<TW_FN>(a.other, b.own, n + 2);
         tw_accumulate<TW_F_MT, TW_F_NT, TW_F_DT, TW_DVP>(o, s, k + TW_F_K_BYTES);
     }
     tw_f_finish(a, r, b.own, b.first, b.num, b.head, factor);

@@ -44,11 +44,16 @@
 
 typedef unsigned char u8;
 
-// In which order blocks take tiles.
+// Segments that a launch may contain: most have one of queries and one of keys.
+enum : u32 { TW_HA_FEW = 4 };
+
+// In which order blocks take tiles, and the segments if they are few: else two kernels would write
+// them to memory first.
 struct TwAttnOrder {
     u32* counter;  // null, or a word that is zero, of this launch alone while it runs
     u32 heads;     // so many heads, at least one, are done before others: their keys fit in L2
-    u32 pad;
+    u32 few;       // 1: the segments are these, and those of TwAttn are not read
+    TwSeg own[TW_HA_FEW], other[TW_HA_FEW];
 };
 
 enum : u32 {
@@ -65,7 +70,7 @@ enum : u32 {
     TW_HA_AT_K = 2 * TW_HA_Q_BYTES,
     TW_HA_AT_V = TW_HA_AT_K + TW_HA_STAGES * TW_HA_K_BYTES,
     TW_HA_AT_STATE = TW_HA_AT_V + TW_HA_STAGES * TW_HA_V_BYTES,
-    TW_HA_STATE_BYTES = 512,
+    TW_HA_STATE_BYTES = 1024,
     TW_HA_BYTES = TW_HA_AT_STATE + TW_HA_STATE_BYTES,
     // Registers of a thread that loads, and of one that multiplies. All warps together must not
     // hold more than they begin with, 384 x 168: 128 x 40 + 256 x 232 is that.
@@ -97,16 +102,21 @@ struct TwKeys {
     u32 last;  // 1: of these queries
 };
 
+// What the loader loads for a tile of queries.
+struct TwPlan {
+    TwQueries queries;
+    TwSeg own;
+    TwWalk walk;
+};
+
 struct TwShared {
     u64 q_full[2], q_empty[2];
     u64 k_full[TW_HA_STAGES], k_empty[TW_HA_STAGES];
     u64 v_full[TW_HA_STAGES], v_empty[TW_HA_STAGES];
     TwQueries queries[2];
     TwKeys keys[TW_HA_STAGES];
-    // Of the loader: the tile that it loads next, and its keys.
-    TwQueries next;
-    TwSeg own;
-    TwWalk walk;
+    // Of the loader: the tile that it loads, and the next one.
+    TwPlan plans[2];
 };
 static_assert(sizeof(TwShared) <= TW_HA_STATE_BYTES, "what the host asks for");
 
@@ -147,17 +157,17 @@ __device__ __forceinline__ void tw_ha_load(u8* to, const TwTensorMap* map, u64* 
 
 // Describes tile `i`, and begins the walk over its keys. Of several heads that are done together
 // the last tiles come first: under a causal mask they have most keys.
-__device__ __forceinline__ void tw_ha_begin(const TwAttn& a, const TwAttnOrder& order, u32 i, TwShared& s) {
+__device__ __forceinline__ void tw_ha_begin(const TwAttn& a, const TwAttnOrder& order, u32 i, TwPlan& p) {
     const u32 group = i / (order.heads * a.tiles), in = i - group * order.heads * a.tiles;
     const u32 width = min(order.heads, a.heads_q - group * order.heads);
     const u32 head = group * order.heads + in % width, t = a.tiles - 1 - in / width;
-    const TwSeg own = tw_own(a, t);
+    const TwSeg own = tw_own(order.few ? order.own : a.own, a.num_own, t);
     const u32 first = (t - own.tile) * TW_HA_M, num = min(own.len - first, (u32)TW_HA_M);
     const bool gap = own.shift == TW_ATTN_GAP;
     const int at = (int)(own.pos + first) + (gap ? 0 : own.shift);
-    s.next = {own.row + first, num, head, at, gap ? 1u : 0u, 1};
-    s.own = own;
-    s.walk.begin<TW_HA_N>(a, own, at - a.left, at + (int)num + a.right, head, 1);
+    p.queries = {own.row + first, num, head, at, gap ? 1u : 0u, 1};
+    p.own = own;
+    p.walk.begin<TW_HA_N>(order.few ? order.other : a.other, own, at - a.left, at + (int)num + a.right, head, 1);
 }
 
 // The tile behind `i`, of `num`. The draw that is the launch's last leaves the counter at zero for
@@ -182,32 +192,38 @@ __device__ __forceinline__ void tw_ha_load_tiles(const TwAttn& a, const TwAttnOr
         vs.advance();
     };
     u32 i = blockIdx.x;
-    if (i < num) tw_ha_begin(a, order, i, s);
-    while (i < num) {
-        const TwQueries q = s.next;
-        const u32 head = q.head / group;
+    if (i < num) tw_ha_begin(a, order, i, s.plans[0]);
+    for (u32 turn = 0; i < num; turn ^= 1) {
+        TwPlan& p = s.plans[turn];
+        const u32 head = p.queries.head / group;
         qs.wait_empty(s.q_empty);
-        s.queries[qs.at] = q;
+        s.queries[qs.at] = p.queries;
         mbarrier_arrive_expect_tx(s.q_full + qs.at, TW_HA_Q_BYTES);
-        tw_ha_load<TW_HA_D, TW_HA_M>(tw_smem + qs.at * TW_HA_Q_BYTES, mq, s.q_full + qs.at, q.head, q.row, q.num);
+        tw_ha_load<TW_HA_D, TW_HA_M>(tw_smem + qs.at * TW_HA_Q_BYTES, mq, s.q_full + qs.at, p.queries.head, p.queries.row, p.queries.num);
         qs.advance();
-        u32 n = 0;
+        // Drawing and describing the next tile takes longer than loads may wait: that is done
+        // before the last keys are due, or, of one tile of keys, when all is loaded.
+        u32 n = 0, next = 0;
+        const auto plan_next = [&] {
+            next = tw_ha_next(order, i, num);
+            if (next < num) tw_ha_begin(a, order, next, s.plans[turn ^ 1]);
+        };
         for (u32 last = 0; last == 0; n++) {
-            const TwTile& t = s.walk.tiles[n % 4];
-            last = s.walk.tiles[(n + 1) % 4].num == 0 ? 1 : 0;
+            const TwTile& t = p.walk.tiles[n % 4];
+            last = p.walk.tiles[(n + 1) % 4].num == 0 ? 1 : 0;
             ks.wait_empty(s.k_empty);
             s.keys[ks.at] = {t.pos, t.num, last};
             mbarrier_arrive_expect_tx(s.k_full + ks.at, TW_HA_K_BYTES);
             tw_ha_load<TW_HA_D, TW_HA_N>(tw_smem + TW_HA_AT_K + ks.at * TW_HA_K_BYTES, mk, s.k_full + ks.at, head, t.row, t.num);
             ks.advance();
-            if (n > 0) load_values(s.walk.tiles[(n - 1) % 4], head);
-            if (last == 0) s.walk.step<TW_HA_N>(a, s.own, n + 2);
+            if (n > 0) load_values(p.walk.tiles[(n - 1) % 4], head);
+            if (last != 0) continue;
+            p.walk.step<TW_HA_N>(order.few ? order.other : a.other, p.own, n + 2);
+            if (p.walk.tiles[(n + 2) % 4].num == 0) plan_next();
         }
-        // The next tile is found while the stage of the last values is in use.
-        const TwTile end = s.walk.tiles[(n - 1) % 4];
-        i = tw_ha_next(order, i, num);
-        if (i < num) tw_ha_begin(a, order, i, s);
-        load_values(end, head);
+        load_values(p.walk.tiles[(n - 1) % 4], head);
+        if (n == 1) plan_next();
+        i = next;
     }
     qs.wait_empty(s.q_empty);
     s.queries[qs.at].more = 0;
@@ -232,9 +248,9 @@ struct TwHaRows {
     }
 };
 
-// Issues S = Q K^T.
-__device__ __forceinline__ void tw_ha_issue_scores(TwHaScores& s, const u8* queries, const u8* keys) {
-    const u64 q = wgmma_desc_k(queries + threadIdx.x / 128 * (64 * 128)), k = wgmma_desc_k(keys);
+// Issues S = Q K^T of the queries of warpgroup `group`.
+__device__ __forceinline__ void tw_ha_issue_scores(TwHaScores& s, const u8* queries, u32 group, const u8* keys) {
+    const u64 q = wgmma_desc_k(queries + group * (64 * 128)), k = wgmma_desc_k(keys);
     wgmma_fence();
 #pragma unroll
     for (u32 z = 0; z < TW_HA_D / 16; z++)
@@ -378,17 +394,18 @@ __device__ __forceinline__ void tw_ha_attend(const TwAttn& a, const TwTensorMap*
     TwHaProbs p;
     TwHaRows r;
     TwKeys k;
+    qs.wait_full(s.q_full);
+    if (s.queries[qs.at].more == 0) return;
+    const u32 group = warpgroup_index();
     const auto issue_scores = [&] {
         ks.wait_full(s.k_full);
         k = s.keys[ks.at];
-        tw_ha_issue_scores(scores, tw_smem + qs.at * TW_HA_Q_BYTES, tw_smem + TW_HA_AT_K + ks.at * TW_HA_K_BYTES);
+        tw_ha_issue_scores(scores, tw_smem + qs.at * TW_HA_Q_BYTES, group, tw_smem + TW_HA_AT_K + ks.at * TW_HA_K_BYTES);
     };
     const auto issue_out = [&] {
         vs.wait_full(s.v_full);
         tw_ha_issue_out(o, p, tw_smem + TW_HA_AT_V + vs.at * TW_HA_V_BYTES);
     };
-    qs.wait_full(s.q_full);
-    if (s.queries[qs.at].more == 0) return;
     issue_scores();
     wgmma_wait_group<0>();
     wgmma_hold(scores);

@@ -17,8 +17,10 @@ pub const THREADS: u32 = 384;
 pub const STORE_ROWS: usize = 16;
 /// Columns of a box, whose 128 bytes are what the swizzle permutes.
 pub const BOX_COLS: usize = 64;
+/// The most segments of queries, and of keys, that a launch contains itself.
+pub const FEW: usize = 4;
 /// Barriers, and what the loader tells the others, in bytes.
-const STATE_BYTES: usize = 512;
+const STATE_BYTES: usize = 1024;
 
 /// A variant of [`SM90_ATTENTION`].
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]

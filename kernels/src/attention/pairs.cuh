@@ -66,7 +66,7 @@ struct TwPairs {
         if (b.walk.tiles[(n + 1) % 4].num > 0) load<true>(a, b, n + 1);
         tw_products<MT, NT, TW_DQ16, TW_DQP>(s, 0, stage(n), opaque(threadIdx.x));
         const TwTile t = b.walk.tiles[n % 4];
-        if (threadIdx.x == 0) b.walk.template step<Y>(a, b.own, n + 2);
+        if (threadIdx.x == 0) b.walk.template step<Y>(a.other, b.own, n + 2);
         if (!TwDkv::whole(a, b, t)) TwDkv::mask(a, b, t, s, -TW_INF);
         if (n > 0) bar_sync(TAKEN + threadIdx.x / 32, 64);
         const float factor = a.scale * TW_LOG2E;

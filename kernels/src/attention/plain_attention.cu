@@ -90,7 +90,7 @@ struct TwMine {
 __device__ __forceinline__ TwMine tw_mine(const TwAttn& a, u32 heads) {
     const u32 t = blockIdx.x / heads;
     TwMine m;
-    m.own = tw_own(a, t), m.head = blockIdx.x % heads;
+    m.own = tw_own(a.own, a.num_own, t), m.head = blockIdx.x % heads;
     const u32 at = (t - m.own.tile) * TW_P_ROWS + threadIdx.x / 32;
     m.there = at < m.own.len;
     m.row = m.own.row + at, m.pos = m.own.pos + at, m.global = m.own.global + at;

@@ -61,15 +61,15 @@ struct TwAttn {
 #define TW_LN2 0.6931471805599453f
 #define TW_INF __uint_as_float(0x7f800000u)
 
-// The own segment of tile `t`, by bisection.
-__device__ __forceinline__ TwSeg tw_own(const TwAttn& a, u32 t) {
-    u32 lo = 0, hi = a.num_own;
+// The one of `num` own segments that tile `t` is of, by bisection.
+__device__ __forceinline__ TwSeg tw_own(const TwSeg* own, u32 num, u32 t) {
+    u32 lo = 0, hi = num;
     while (hi - lo > 1) {
         const u32 mid = (lo + hi) / 2;
-        if (a.own[mid].tile <= t) lo = mid;
+        if (own[mid].tile <= t) lo = mid;
         else hi = mid;
     }
-    return a.own[lo];
+    return own[lo];
 }
 
 // A tile of rows of the other side.
@@ -88,7 +88,7 @@ struct TwWalk {
     u32 seg, rest, heads;
     int lo, end;
 
-    template <u32 ROWS> __device__ __forceinline__ void step(const TwAttn& a, const TwSeg& own, u32 n) {
+    template <u32 ROWS> __device__ __forceinline__ void step(const TwSeg* other, const TwSeg& own, u32 n) {
         TwTile t = tiles[(n - 1) % 4];
         t.row += ROWS, t.global += ROWS, t.pos += ROWS;
         u32 left = rest - min(rest, ROWS);
@@ -98,7 +98,7 @@ struct TwWalk {
                 heads--, t.head++, seg = own.first;
                 continue;
             }
-            const TwSeg s = a.other[seg++];
+            const TwSeg s = other[seg++];
             const int first = max(lo - (int)s.pos, 0), last = min(end - (int)s.pos, (int)s.len);
             if (first >= last) continue;
             // Tiles begin at the same rows, whatever the mask hides, so that sums keep their order.
@@ -112,11 +112,11 @@ struct TwWalk {
 
     // Makes the first two tiles of `num` heads from `head` on, one head after the other.
     template <u32 ROWS>
-    __device__ __forceinline__ void begin(const TwAttn& a, const TwSeg& own, int from, int to, u32 head, u32 num) {
+    __device__ __forceinline__ void begin(const TwSeg* other, const TwSeg& own, int from, int to, u32 head, u32 num) {
         seg = own.first, rest = 0, lo = from, end = to, heads = num - 1;
         tiles[3] = {0, 0, 0, 0, head};
-        step<ROWS>(a, own, 4);
-        step<ROWS>(a, own, 5);
+        step<ROWS>(other, own, 4);
+        step<ROWS>(other, own, 5);
     }
 };
 

@@ -210,9 +210,9 @@ __device__ __forceinline__ void tw_multiply_tile(float (&acc)[TW_HG_N / 2], TwSt
 
 // What every kernel of the core does behind tw_begin: `product` has its counter.
 template <class Tiles> __device__ __forceinline__ void tw_hopper_product(const TwHopper& product, Tiles& tiles) {
-    const u32 rank = cluster_ctarank(), group = threadIdx.x / 128, warp = threadIdx.x / 32;
+    const u32 rank = cluster_ctarank(), warp = threadIdx.x / 32;
     const bool counted = product.counter != nullptr;
-    if (group == 2) {
+    if (threadIdx.x / 128 == 2) {
         setmaxnreg_dec<TW_HG_LOAD_REGISTERS>();
         if (warp == 8 && elect_sync()) tw_load_tiles(tiles, counted);
         if (warp == 9 && rank == 0 && counted && elect_sync()) tw_deal_tiles(product.counter, tiles.num());
@@ -222,6 +222,7 @@ template <class Tiles> __device__ __forceinline__ void tw_hopper_product(const T
     setmaxnreg_inc<TW_HG_MULTIPLY_REGISTERS>();
     TwStages s;
     TwTickets tickets(counted);
+    const u32 group = warpgroup_index();
     u32 buffer = 0;
     for (u32 t = clusterid_x(); t < tiles.num();) {
         tiles.go(t, rank);

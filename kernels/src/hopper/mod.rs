@@ -54,7 +54,8 @@ impl Epilogue {
         Epilogue::DSwiGlu,
     ];
 
-    fn code(self) -> u64 {
+    /// Its number, `TW_HG_EPI`.
+    pub fn code(self) -> u64 {
         Self::ALL.iter().position(|e| *e == self).unwrap_or_default() as u64
     }
 }

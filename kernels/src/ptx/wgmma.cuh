@@ -15,6 +15,13 @@ typedef unsigned int u32;
 typedef unsigned long long u64;
 typedef long long i64;
 
+// The index of this warpgroup in its block. All lanes take it from one, which the compiler knows: it
+// keeps descriptors that depend on it in registers of the warp, from which products read them.
+// Otherwise it moves two registers of threads there (R2UR) in front of each product.
+__device__ __forceinline__ u32 warpgroup_index() {
+    return __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
+}
+
 // The descriptor of a K-major tile. Adding 2 goes on by 16 elements of k.
 __device__ __forceinline__ u64 wgmma_desc_k(const void* tile) {
     const u32 at = (u32)__cvta_generic_to_shared(tile);

@@ -4,6 +4,10 @@ typedef unsigned int u32;
 typedef unsigned long long u64;
 typedef long long i64;
 
+__device__ __forceinline__ u32 warpgroup_index() {
+    return __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
+}
+
 __device__ __forceinline__ u64 wgmma_desc_k(const void* tile) {
     return emu_product_desc(tile) | 1ull << 16 | 64ull << 32 | 1ull << 62;
 }

@@ -486,7 +486,7 @@ impl Case {
     /// Runs the forward pass; the bytes of the output and lse. Panics if an element is wrong.
     pub fn check(&self, on: &Build, seed: u64) -> (Vec<u8>, Vec<f32>) {
         let kernel = on.kernel("tw_attn_fwd");
-        self.check_by(on, seed, |p, _| {
+        self.check_by(on, seed, |p, _, _| {
             let block = [32 * on.tiles.fwd.warps as u32, 1, 1];
             kernel.grid([p.tiles * p.heads_q, 1, 1], block).smem(on.fwd_smem() as u32).arg(p)
         })
@@ -498,7 +498,7 @@ impl Case {
         &self,
         on: &Build,
         seed: u64,
-        launch: impl FnOnce(&TwAttn, u64) -> Launch<'a>,
+        launch: impl FnOnce(&TwAttn, [&[TwSeg]; 2], u64) -> Launch<'a>,
     ) -> (Vec<u8>, Vec<f32>) {
         let (ty, (hq, hkv)) = (Self::narrow(on), self.heads);
         let [q, k, v] = self.inputs(on);
@@ -533,7 +533,7 @@ impl Case {
             ..self.param(on)
         };
         let counter = Memory::new("counter", ANY, 4);
-        let launch = launch(&p, counter.addr());
+        let launch = launch(&p, [&own, &other], counter.addr());
         let memory = [&q, &k, &v, &out, &lse, &bias, &sink, &own_m, &other_m, &counter];
         let mut run = Run::new(seed).memory(memory).stream(0, vec![launch]);
         run.yield_permille = if seed.is_multiple_of(2) { 200 } else { 5 };

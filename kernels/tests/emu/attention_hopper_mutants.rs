@@ -45,6 +45,14 @@ fn two_tiles(lib: &'static Lib) {
     }
 }
 
+/// One tile, many orders of its beginning.
+fn beginnings(lib: &'static Lib) {
+    let c = Case { heads: (1, 1), ..case(1, 1) };
+    for seed in 0..48 {
+        check_on(lib, &c, &D64, one_block(seed), seed);
+    }
+}
+
 fn masks(lib: &'static Lib) {
     let c = Case { heads: (1, 1), out: Type::F32, ..case(260, 400) };
     let run = |c: &Case, seed| drop(check_on(lib, c, &D64, one_block(seed), seed));
@@ -89,7 +97,8 @@ fn wide_heads(lib: &'static Lib) {
 /// What fails with a mutant must pass without.
 fn hopper_attention_scenarios() {
     let lib = base(SM90_ATTENTION.emu_text());
-    for f in [long_rows, short_rows, two_tiles, masks, packed, nan, orders, wide_heads] {
+    for f in [beginnings, long_rows, short_rows, two_tiles, masks, packed, nan, orders, wide_heads]
+    {
         f(lib);
     }
 }
@@ -105,7 +114,7 @@ fn killed(of: (&str, &str), scenarios: &[Scenario]) {
 fn hopper_attention_load_mutants() {
     killed(
         ("attention/sm90_attention", "load"),
-        scenarios![long_rows, short_rows, two_tiles, packed],
+        scenarios![beginnings, long_rows, short_rows, two_tiles, packed],
     );
 }
 

@@ -1,89 +1,145 @@
-//! Times of attention on CUDA device 0: causal, bf16, 32 query and 8 key heads of 128.
+//! Times of attention on CUDA device 0, bf16, random inputs: causal, full and windowed masks,
+//! several head dimensions, packed documents. One JSON object a line, the forward pass by each
+//! backend that the device has; rates count the pairs that the mask shows.
 //!
-//! `cargo run --release -p tilewire-ops --example rates attention [SEQ ...]`. Medians of 20 runs
-//! after a warm-up, random inputs; a causal mask counts half of the products. One JSON object a
-//! line, the forward pass by each backend that the device has.
+//! `cargo run --release -p tilewire-ops --example rates attention [SEQ ...]`, for causal masks of
+//! those lengths alone.
 
 use tilewire_core::{DType, Result, Shape};
-use tilewire_device::cuda::{CudaContext, CudaEvent};
-use tilewire_device::{Device, Queue, Stream, Tensor};
+use tilewire_device::cuda::CudaContext;
+use tilewire_device::{Device, Stream, Tensor};
 use tilewire_ops::attention::{
     AttentionDesc, AttentionPlan, AttnBackend, AttnGrads, AttnInputs, AttnMask, AttnOut, AttnSaved,
+    Sequences,
 };
 
-use crate::normal;
+use crate::{Launch, Turn, normal, take_turns};
 
-const RUNS: usize = 20;
-const HEADS: (usize, usize) = (32, 8);
-const DIM: usize = 128;
+/// One mask and shape.
+#[derive(Clone, Copy)]
+struct Case {
+    seq: usize,
+    /// Rows of each of the documents that the rows are of.
+    document: usize,
+    /// Query and key heads.
+    heads: (usize, usize),
+    dim: usize,
+    mask: AttnMask,
+    /// Its name, and the keys that each query sees at most.
+    name: &'static str,
+    window: usize,
+}
+
+const CAUSAL: Case = Case {
+    seq: 16384,
+    document: 16384,
+    heads: (32, 8),
+    dim: 128,
+    mask: AttnMask::CAUSAL,
+    name: "causal",
+    window: usize::MAX,
+};
+
+const fn causal(seq: usize) -> Case {
+    Case { seq, document: seq, ..CAUSAL }
+}
+
+fn cases() -> Vec<Case> {
+    let mut all: Vec<Case> = [512, 1024, 2048, 4096, 8192, 16384, 32768].map(causal).to_vec();
+    all.extend([
+        Case { mask: AttnMask::FULL, name: "full", ..CAUSAL },
+        Case { dim: 64, ..CAUSAL },
+        Case { dim: 64, ..causal(2048) },
+        Case { dim: 256, heads: (16, 4), ..causal(8192) },
+        Case {
+            mask: AttnMask::window(1023, 0),
+            name: "window of 1024",
+            window: 1024,
+            dim: 64,
+            heads: (64, 8),
+            ..causal(32768)
+        },
+    ]);
+    all.extend([64, 128, 256, 1024, 8192].map(|document| Case { document, ..causal(32768) }));
+    all
+}
 
 pub(crate) fn main() -> Result<()> {
     let ctx = CudaContext::new(0)?;
     let seqs: Vec<usize> = std::env::args().skip(2).filter_map(|a| a.parse().ok()).collect();
-    for seq in if seqs.is_empty() { vec![4096, 16384] } else { seqs } {
-        bench(&ctx, seq)?;
-    }
-    Ok(())
+    let cases = if seqs.is_empty() { cases() } else { seqs.into_iter().map(causal).collect() };
+    cases.iter().try_for_each(|c| bench(&ctx, c))
 }
 
-fn bench(ctx: &CudaContext, seq: usize) -> Result<()> {
+impl Case {
+    fn desc(&self) -> Result<AttentionDesc> {
+        let ends: Vec<usize> = (0..=self.seq).step_by(self.document).collect();
+        Ok(AttentionDesc {
+            sequences: Sequences::packed(&ends, &ends)?,
+            ..AttentionDesc::new(self.seq, self.heads, self.dim, DType::BF16, self.mask)
+        })
+    }
+
+    /// Of the two products of the forward pass. A causal mask counts half of its square.
+    fn flops(&self) -> f64 {
+        let len = self.document as f64;
+        let pairs = match self.name {
+            "full" => len * len,
+            "causal" => len * len / 2.0,
+            _ => len * self.window as f64 - (self.window * self.window) as f64 / 2.0,
+        };
+        4.0 * pairs * (self.seq / self.document * self.dim * self.heads.0) as f64
+    }
+}
+
+fn bench(ctx: &CudaContext, case: &Case) -> Result<()> {
     let (stream, device) = (Stream::on(ctx)?, Device::Cuda(ctx.clone()));
-    let desc = AttentionDesc::new(seq, HEADS, DIM, DType::BF16, AttnMask::CAUSAL);
+    let Case { seq, dim, heads, .. } = *case;
+    let desc = case.desc()?;
     let plan = AttentionPlan::with_backend(desc.clone(), None, AttnBackend::Portable)?;
+    let hopper = AttentionPlan::with_backend(desc, None, AttnBackend::Hopper)?;
     plan.prepare(&stream)?;
     let random =
-        |heads: usize| normal(ctx, &stream, seq, heads * DIM)?.reshape(Shape::d3(seq, heads, DIM));
-    let x = AttnInputs::new(random(HEADS.0)?, random(HEADS.1)?, random(HEADS.1)?);
-    let d_out = random(HEADS.0)?;
+        |heads: usize| normal(ctx, &stream, seq, heads * dim)?.reshape(Shape::d3(seq, heads, dim));
+    let x = AttnInputs::new(random(heads.0)?, random(heads.1)?, random(heads.1)?);
+    let d_out = random(heads.0)?;
     let empty = |dtype, shape| Tensor::zeros(dtype, shape).to(&device);
-    let like = |h: usize| empty(DType::BF16, Shape::d3(seq, h, DIM));
-    let (out, lse) = (like(HEADS.0)?, empty(DType::F32, Shape::d2(HEADS.0, seq))?);
-    let grads = AttnGrads::new(like(HEADS.0)?, like(HEADS.1)?, like(HEADS.1)?);
+    let like = |h: usize| empty(DType::BF16, Shape::d3(seq, h, dim));
+    let (out, lse) = (like(heads.0)?, empty(DType::F32, Shape::d2(heads.0, seq))?);
+    let grads = AttnGrads::new(like(heads.0)?, like(heads.1)?, like(heads.1)?);
     let fwd = |plan: &AttentionPlan| {
         let out = AttnOut { out: out.clone(), lse: lse.clone() };
         plan.launch_fwd(&stream, &x, out).map(drop)
     };
-    let bwd = || {
+    let bwd = |plan: &AttentionPlan| {
         let saved = AttnSaved { out: out.clone(), lse: lse.clone(), d_out: d_out.clone() };
         plan.launch_bwd(&stream, &x, saved, grads.clone()).map(drop)
     };
-    // Two products of 2 S^2 d each, half of them visible.
-    let flops = 2.0 * (seq * seq * DIM * HEADS.0) as f64;
-    let report = |pass: &str, backend: AttnBackend, us: f64, products: f64| -> Result<()> {
-        let tflops = flops * products / us / 1e6;
-        println!(
-            "{{\"device\":\"{}\",\"work\":\"attention\",\"seq\":{seq},\"pass\":\"{pass}\",\
-             \"backend\":\"{backend}\",\"us\":{us:.1},\"tflops\":{tflops:.1}}}",
-            ctx.name()?
-        );
-        Ok(())
-    };
-    report("forward", AttnBackend::Portable, median(ctx, &stream, || fwd(&plan))?, 1.0)?;
-    let hopper = AttentionPlan::with_backend(desc, None, AttnBackend::Hopper)?;
+    let portable = AttnBackend::Portable;
+    let mut turns = vec![Turn::new(portable, "forward", Box::new(|| fwd(&plan)) as Launch<'_>)];
     match hopper.prepare(&stream) {
         Err(e) if e.is_unsupported() => {}
         r => {
             r?;
-            let us = median(ctx, &stream, || fwd(&hopper))?;
-            report("forward", AttnBackend::Hopper, us, 1.0)?;
+            turns.push(Turn::new(AttnBackend::Hopper, "forward", Box::new(|| fwd(&hopper))));
         }
     }
-    report("backward", AttnBackend::Portable, median(ctx, &stream, bwd)?, 2.5)
-}
-
-/// Median time of `launch` in microseconds.
-fn median(ctx: &CudaContext, stream: &Stream, launch: impl Fn() -> Result<()>) -> Result<f64> {
-    let s = stream.cuda()?;
-    (0..5).try_for_each(|_| launch())?;
-    let mut us = Vec::new();
-    for _ in 0..RUNS {
-        let (a, b) = (CudaEvent::new(ctx, true)?, CudaEvent::new(ctx, true)?);
-        s.record(&a)?;
-        launch()?;
-        s.record(&b)?;
-        stream.synchronize()?;
-        us.push(b.us_since(&a)?);
+    turns.push(Turn::new(portable, "backward", Box::new(|| bwd(&plan))));
+    take_turns(ctx, &stream, &mut turns)?;
+    for t in turns {
+        let (us, backend, pass) = (t.median(), &t.by, &t.explain);
+        let products = if pass == "forward" { 1.0 } else { 2.5 };
+        let tflops = case.flops() * products / us / 1e6;
+        println!(
+            "{{\"device\":\"{}\",\"work\":\"attention\",\"seq\":{seq},\"document\":{},\
+             \"heads\":\"{}/{}\",\"dim\":{dim},\"mask\":\"{}\",\"pass\":\"{pass}\",\
+             \"backend\":\"{backend}\",\"us\":{us:.1},\"tflops\":{tflops:.1}}}",
+            ctx.name()?,
+            case.document,
+            heads.0,
+            heads.1,
+            case.name,
+        );
     }
-    us.sort_by(f64::total_cmp);
-    Ok(us[RUNS / 2])
+    Ok(())
 }

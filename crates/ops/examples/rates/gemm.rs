@@ -1,29 +1,22 @@
 //! Times of GEMM on CUDA device 0, by cuBLASLt's first choice and by the fastest of its first 16
-//! algorithms, by the core for sm_90a and by the portable kernel: medians of 20 runs after a
-//! warm-up, the card at rest before each turn and the order turned round once; random inputs, bf16.
-//! One JSON object a line.
+//! algorithms, by the core for sm_90a and by the portable kernel; random inputs, bf16. One JSON
+//! object a line.
 //!
 //! `cargo run --release -p tilewire-ops --example rates gemm [M,N,K ...]`.
 
-use std::thread;
-use std::time::Duration;
+use std::sync::Arc;
 
-use tilewire_core::{DType, Result, Shape};
-use tilewire_device::cuda::{
-    CublasLt, CudaContext, CudaEvent, CudaMemory, LtAlgo, LtDesc, LtProduct,
-};
-use tilewire_device::{Buffer, Device, Queue, Stream, Tensor};
+use tilewire_core::{DType, Error, Result, Shape};
+use tilewire_device::cuda::{CublasLt, CudaContext, CudaMemory, LtAlgo, LtDesc, LtProduct};
+use tilewire_device::{Buffer, Device, Stream, Tensor};
 use tilewire_ops::gemm::{
     AOrder, Activation, BOrder, Epilogue, GemmBackend, GemmDesc, GemmInputs, GemmPlan,
 };
 
-use crate::{Launch, normal};
+use crate::{Launch, Turn, normal, take_turns, times};
 
-const RUNS: usize = 20;
-const REST: Duration = Duration::from_millis(80);
-/// Algorithms of cuBLASLt that are tried, and the workspace that each may have.
+/// Algorithms of cuBLASLt that are tried.
 const ALGOS: usize = 16;
-const WORKSPACE_BYTES: usize = 32 << 20;
 const SHAPES: [[usize; 3]; 10] = [
     [4096, 4096, 4096],
     [8192, 8192, 8192],
@@ -65,14 +58,6 @@ fn kinds([m, n, k]: [usize; 3]) -> Vec<(&'static str, GemmDesc)> {
     ]
 }
 
-/// One way to a product, and the best of its medians.
-struct Turn<'a> {
-    by: String,
-    explain: String,
-    launch: Launch<'a>,
-    us: f64,
-}
-
 fn bench(ctx: &CudaContext, shape @ [m, n, k]: [usize; 3]) -> Result<()> {
     let device = Device::Cuda(ctx.clone());
     let stream = Stream::on(ctx)?;
@@ -104,19 +89,14 @@ fn bench(ctx: &CudaContext, shape @ [m, n, k]: [usize; 3]) -> Result<()> {
                     GemmInputs { bias, ..GemmInputs::new(a.clone(), b.clone(), out.clone()) };
                 plan.launch(stream, inputs).map(drop)
             });
-            turns.push(Turn { by: backend.to_string(), explain, launch, us: f64::INFINITY });
+            turns.push(Turn::new(backend, explain, launch));
             if backend == GemmBackend::CublasLt {
                 turns.push(fastest(ctx, stream, &desc, [a, b, out])?);
             }
         }
-        for _ in 0..2 {
-            for t in &mut turns {
-                thread::sleep(REST);
-                t.us = t.us.min(median(ctx, &stream, &*t.launch)?);
-            }
-            turns.reverse();
-        }
-        for Turn { by, explain, us, .. } in turns {
+        take_turns(ctx, &stream, &mut turns)?;
+        for t in turns {
+            let (us, by, explain) = (t.median(), &t.by, &t.explain);
             let tflops = 2.0 * (m * n) as f64 * k as f64 / us / 1e6;
             println!(
                 "{{\"device\":\"{}\",\"work\":\"gemm\",\"m\":{m},\"n\":{n},\"k\":{k},\"pass\":\"{name}\",\
@@ -134,80 +114,75 @@ fn fastest<'a>(
     ctx: &CudaContext,
     stream: &'a Stream,
     d: &GemmDesc,
-    [a, b, out]: [&'a Tensor; 3],
+    operands: [&Tensor; 3],
 ) -> Result<Turn<'a>> {
-    let lib = CublasLt::on(ctx)?;
-    let (a_turned, b_turned) = (d.a_order == AOrder::Km, d.b_order == BOrder::Kn);
-    let desc = LtDesc {
-        n: d.n,
-        k: d.k,
-        dtype: d.a,
-        out: d.out,
-        a_turned,
-        b_turned,
-        bias: d.epilogue.bias,
-    };
-    let product = LtProduct {
-        m: d.m,
-        a: (a.cuda()?.addr(), if a_turned { d.m } else { d.k }),
-        b: (b.cuda()?.addr(), if b_turned { d.n } else { d.k }),
-        d: (out.cuda()?.addr(), d.n),
-        bias: 0,
-        accumulate: d.epilogue.accumulate,
-    };
-    let workspace = CudaMemory::zeroed(ctx, WORKSPACE_BYTES)?;
-    let launch = |algo: &LtAlgo| {
-        // SAFETY: the tensors have the shapes of the product and live as long as what is returned;
-        // nothing else runs on the device.
-        unsafe { lib.launch(stream.cuda()?, (&desc, &product), algo, Some(&workspace)) }
-    };
-    let mut best: Option<(f64, usize, LtAlgo)> = None;
-    let algos = lib.algos(&desc, &product, (16, workspace.len_bytes()), ALGOS)?;
-    for (i, algo) in algos.into_iter().enumerate() {
-        thread::sleep(REST / 4);
-        match median_of(5, ctx, stream, || launch(&algo)) {
-            Ok(us) if best.as_ref().is_none_or(|b| us < b.0) => best = Some((us, i, algo)),
+    let workspace = lt_workspace(ctx)?;
+    let mut best: Option<(f64, usize, Lt)> = None;
+    for (i, lt) in Lt::all(ctx, d, operands, &workspace, ALGOS)?.into_iter().enumerate() {
+        match times(ctx, stream, 5, || lt.launch(stream)).map(|us| us[2..].iter().sum::<f64>()) {
+            Ok(us) if best.as_ref().is_none_or(|b| us < b.0) => best = Some((us, i, lt)),
             Err(e) if !e.is_unsupported() => return Err(e),
             _ => {}
         }
     }
-    let (_, i, algo) = best.ok_or_else(|| {
-        tilewire_core::Error::internal("cuBLASLt has an algorithm, and none of the first runs")
-    })?;
+    let (_, i, lt) =
+        best.ok_or_else(|| Error::internal("no algorithm of cuBLASLt makes the product"))?;
     let explain = format!("number {i} of cuBLASLt's first {ALGOS} algorithms, from 0");
-    let launch: Launch<'a> = Box::new(move || {
-        // SAFETY: as above.
-        unsafe { lib.launch(stream.cuda()?, (&desc, &product), &algo, Some(&workspace)) }
-    });
-    Ok(Turn { by: "cublaslt best of 16".to_owned(), explain, launch, us: f64::INFINITY })
+    Ok(Turn::new("cublaslt best of 16", explain, Box::new(move || lt.launch(stream))))
 }
 
-/// Median time of `launch` in microseconds.
-pub(crate) fn median(
-    ctx: &CudaContext,
-    stream: &Stream,
-    launch: impl Fn() -> Result<()>,
-) -> Result<f64> {
-    median_of(RUNS, ctx, stream, launch)
+/// One product by one of cuBLASLt's algorithms.
+pub(crate) struct Lt {
+    lib: Arc<CublasLt>,
+    desc: LtDesc,
+    product: LtProduct,
+    algo: LtAlgo,
+    workspace: CudaMemory,
+    /// A, B and D stay as long as this does.
+    _operands: [Tensor; 3],
 }
 
-fn median_of(
-    runs: usize,
-    ctx: &CudaContext,
-    stream: &Stream,
-    launch: impl Fn() -> Result<()>,
-) -> Result<f64> {
-    let s = stream.cuda()?;
-    (0..runs.div_ceil(4)).try_for_each(|_| launch())?;
-    let mut us = Vec::new();
-    for _ in 0..runs {
-        let (a, b) = (CudaEvent::new(ctx, true)?, CudaEvent::new(ctx, true)?);
-        s.record(&a)?;
-        launch()?;
-        s.record(&b)?;
-        stream.synchronize()?;
-        us.push(b.us_since(&a)?);
+pub(crate) fn lt_workspace(ctx: &CudaContext) -> Result<CudaMemory> {
+    CudaMemory::zeroed(ctx, 32 << 20)
+}
+
+impl Lt {
+    /// The product by each of the first `top` algorithms, of A, B and D without gaps.
+    pub(crate) fn all(
+        ctx: &CudaContext,
+        d: &GemmDesc,
+        [a, b, out]: [&Tensor; 3],
+        workspace: &CudaMemory,
+        top: usize,
+    ) -> Result<Vec<Self>> {
+        let lib = CublasLt::on(ctx)?;
+        let (a_turned, b_turned) = (d.a_order == AOrder::Km, d.b_order == BOrder::Kn);
+        let (n, k) = (d.n, d.k);
+        let desc = LtDesc { n, k, dtype: d.a, out: d.out, a_turned, b_turned, bias: false };
+        let product = LtProduct {
+            m: d.m,
+            a: (a.cuda()?.addr(), if a_turned { d.m } else { k }),
+            b: (b.cuda()?.addr(), if b_turned { n } else { k }),
+            d: (out.cuda()?.addr(), n),
+            bias: 0,
+            accumulate: d.epilogue.accumulate,
+        };
+        let algos = lib.algos(&desc, &product, (16, workspace.len_bytes()), top)?;
+        let one = |algo| Self {
+            lib: lib.clone(),
+            desc,
+            product,
+            algo,
+            workspace: workspace.clone(),
+            _operands: [a.clone(), b.clone(), out.clone()],
+        };
+        Ok(algos.into_iter().map(one).collect())
     }
-    us.sort_by(f64::total_cmp);
-    Ok(us[runs / 2])
+
+    pub(crate) fn launch(&self, stream: &Stream) -> Result<()> {
+        let what = (&self.desc, &self.product);
+        // SAFETY: the operands have these shapes and live as long as this, which ends behind the
+        // stream's work; nothing else runs on the device.
+        unsafe { self.lib.launch(stream.cuda()?, what, &self.algo, Some(&self.workspace)) }
+    }
 }

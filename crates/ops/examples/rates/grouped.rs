@@ -1,22 +1,19 @@
 //! Times of grouped products on CUDA device 0: by the core for sm_90a, by the portable kernels, and
-//! as one cuBLASLt product for each group, whose splits the host knows. Medians of 20 runs, the
-//! card at rest before each turn; random inputs, bf16. One JSON object a line.
+//! as one cuBLASLt product for each group, whose splits the host knows, by cuBLASLt's first choice;
+//! random inputs, bf16. One JSON object a line.
 //!
 //! `cargo run --release -p tilewire-ops --example rates grouped [GROUPS,ROWS,N,K ...]`.
 
-use std::thread;
-use std::time::Duration;
-
-use tilewire_core::{DType, Result, Shape};
+use tilewire_core::{DType, Error, Result, Shape};
 use tilewire_device::cuda::CudaContext;
 use tilewire_device::{Device, Stream, Tensor};
-use tilewire_ops::gemm::{AOrder, BOrder, Epilogue, GemmBackend, GemmDesc, GemmInputs, GemmPlan};
+use tilewire_ops::gemm::{AOrder, BOrder, Epilogue, GemmBackend, GemmDesc};
 use tilewire_ops::grouped_gemm::{
     GroupedDesc, GroupedDgrad, GroupedFprop, GroupedGemmPlan, GroupedWgrad, Splits,
 };
 
-use crate::gemm::median;
-use crate::{Launch, normal};
+use crate::gemm::{Lt, lt_workspace};
+use crate::{Launch, Turn, normal, take_turns};
 
 /// Groups, rows of all of them, and features of the results and operands.
 const SHAPES: [[usize; 4]; 6] = [
@@ -27,7 +24,6 @@ const SHAPES: [[usize; 4]; 6] = [
     [128, 16384, 2048, 5120],
     [64, 512, 4096, 7168],
 ];
-const REST: Duration = Duration::from_millis(80);
 
 pub(crate) fn main() -> Result<()> {
     let ctx = CudaContext::new(0)?;
@@ -38,9 +34,7 @@ pub(crate) fn main() -> Result<()> {
     let given: Vec<[usize; 4]> = std::env::args().skip(2).filter_map(shape).collect();
     for s in if given.is_empty() { &SHAPES[..] } else { &given } {
         for even in [true, false] {
-            for grad in [DType::BF16, DType::F32] {
-                Case::new(&ctx, *s, even, grad)?.print(&ctx)?;
-            }
+            Case::new(&ctx, *s, even)?.print(&ctx)?;
         }
     }
     Ok(())
@@ -68,7 +62,6 @@ fn ends(groups: usize, rows: usize, even: bool) -> Vec<i64> {
 struct Case {
     shape: [usize; 4],
     even: bool,
-    grad: DType,
     ends: Vec<i64>,
     splits: Splits,
     stream: Stream,
@@ -77,30 +70,29 @@ struct Case {
     w: Tensor,
     y: Tensor,
     dx: Tensor,
-    dw: Tensor,
+    /// Gradients of bf16, which are stored, and of f32, which are added to.
+    dw: [Tensor; 2],
     mask: Tensor,
 }
 
+/// The gradient of weights has a type.
 #[derive(Clone, Copy, PartialEq)]
 enum Pass {
     Fprop,
     Dgrad,
-    Wgrad,
+    Wgrad(DType),
 }
 
 impl Case {
-    fn new(ctx: &CudaContext, shape: [usize; 4], even: bool, grad: DType) -> Result<Self> {
+    fn new(ctx: &CudaContext, shape: [usize; 4], even: bool) -> Result<Self> {
         let [groups, rows, n, k] = shape;
         let (device, stream) = (Device::Cuda(ctx.clone()), Stream::on(ctx)?);
         let random = |rows, cols| normal(ctx, &stream, rows, cols);
         let zeros = |dtype, rows, cols| Tensor::zeros_on(&device, dtype, Shape::d2(rows, cols));
         let ends = ends(groups, rows, even);
-        // The f32 gradients are added to, those of bf16 stored.
-        let added = vec![u8::from(grad == DType::F32); groups];
         Ok(Self {
             shape,
             even,
-            grad,
             splits: Splits::ends(&Tensor::from_slice(&ends, Shape::d1(groups))?.to(&device)?),
             ends,
             x: random(rows, k)?,
@@ -108,42 +100,36 @@ impl Case {
             w: random(groups * n, k)?,
             y: zeros(DType::BF16, rows, n)?,
             dx: zeros(DType::BF16, rows, k)?,
-            dw: zeros(grad, groups * n, k)?,
-            mask: Tensor::from_slice(&added, Shape::d1(groups))?.to(&device)?,
+            dw: [zeros(DType::BF16, groups * n, k)?, zeros(DType::F32, groups * n, k)?],
+            mask: Tensor::from_slice(&vec![1u8; groups], Shape::d1(groups))?.to(&device)?,
             stream,
         })
     }
 
     fn print(&self, ctx: &CudaContext) -> Result<()> {
         let [groups, rows, n, k] = self.shape;
-        for (name, pass) in [("fprop", Pass::Fprop), ("dgrad", Pass::Dgrad), ("wgrad", Pass::Wgrad)]
-        {
-            if self.grad == DType::F32 && pass != Pass::Wgrad {
-                continue;
-            }
-            let mut turns: Vec<(&str, Launch<'_>, Vec<f64>)> = vec![
-                ("hopper", self.grouped(pass, GemmBackend::Hopper)?, Vec::new()),
-                ("sequential", self.sequential(pass)?, Vec::new()),
-                ("portable", self.grouped(pass, GemmBackend::Portable)?, Vec::new()),
+        let passes = [
+            ("fprop", Pass::Fprop),
+            ("dgrad", Pass::Dgrad),
+            ("wgrad -> bf16", Pass::Wgrad(DType::BF16)),
+            ("wgrad += f32", Pass::Wgrad(DType::F32)),
+        ];
+        for (name, pass) in passes {
+            let mut turns = [
+                Turn::new("hopper", "", self.grouped(pass, GemmBackend::Hopper)?),
+                Turn::new("sequential", "", self.sequential(ctx, pass)?),
+                Turn::new("portable", "", self.grouped(pass, GemmBackend::Portable)?),
             ];
-            // Twice, the second time in the other order.
-            for _ in 0..2 {
-                for (_, launch, us) in &mut turns {
-                    thread::sleep(REST);
-                    us.push(median(ctx, &self.stream, &**launch)?);
-                }
-                turns.reverse();
-            }
-            for (by, _, us) in turns {
-                let us = us.iter().copied().fold(f64::INFINITY, f64::min);
+            take_turns(ctx, &self.stream, &mut turns)?;
+            for t in turns {
+                let (us, by) = (t.median(), &t.by);
                 let tflops = 2.0 * (rows * n) as f64 * k as f64 / us / 1e6;
                 println!(
                     "{{\"device\":\"{}\",\"work\":\"grouped_gemm\",\"groups\":{groups},\
                      \"rows\":{rows},\"n\":{n},\"k\":{k},\"even\":{},\"pass\":\"{name}\",\
-                     \"grad\":\"{}\",\"backend\":\"{by}\",\"us\":{us:.1},\"tflops\":{tflops:.1}}}",
+                     \"backend\":\"{by}\",\"us\":{us:.1},\"tflops\":{tflops:.1}}}",
                     ctx.name()?,
                     self.even,
-                    self.grad,
                 );
             }
         }
@@ -152,8 +138,11 @@ impl Case {
 
     fn grouped(&self, pass: Pass, by: GemmBackend) -> Result<Launch<'_>> {
         let [groups, rows, n, k] = self.shape;
-        let desc =
-            GroupedDesc { grad: self.grad, ..GroupedDesc::new(groups, rows, n, k, DType::BF16) };
+        let desc = GroupedDesc::new(groups, rows, n, k, DType::BF16);
+        let desc = match pass {
+            Pass::Wgrad(grad) => GroupedDesc { grad, ..desc },
+            _ => desc,
+        };
         let plan = GroupedGemmPlan::with_backend(desc, by)?;
         plan.prepare(&self.stream)?;
         Ok(Box::new(move || {
@@ -169,9 +158,9 @@ impl Case {
                     let t = GroupedDgrad { dy, w, splits, dx: self.dx.clone() };
                     plan.dgrad(s, t).map(drop)
                 }
-                Pass::Wgrad => {
-                    let mask = (self.grad == DType::F32).then(|| self.mask.clone());
-                    let dw = (&self.dw).into();
+                Pass::Wgrad(grad) => {
+                    let mask = (grad == DType::F32).then(|| self.mask.clone());
+                    let dw = (&self.dw[usize::from(grad == DType::F32)]).into();
                     let t = GroupedWgrad { x, dy, splits, dw, mask, dbias: None };
                     plan.wgrad(s, t).map(drop)
                 }
@@ -180,9 +169,9 @@ impl Case {
     }
 
     /// One product for each group that has rows.
-    fn sequential(&self, pass: Pass) -> Result<Launch<'_>> {
+    fn sequential(&self, ctx: &CudaContext, pass: Pass) -> Result<Launch<'_>> {
         let [_, _, n, k] = self.shape;
-        let mut all = Vec::new();
+        let (workspace, mut all) = (lt_workspace(ctx)?, Vec::new());
         let mut first = 0;
         for (e, end) in self.ends.iter().enumerate() {
             let (start, num) = (first, *end as usize - first);
@@ -200,28 +189,22 @@ impl Case {
                         GemmDesc { b_order: BOrder::Kn, ..GemmDesc::nt(num, k, n, DType::BF16) };
                     (desc, rows(&self.dy)?, own(&self.w)?, rows(&self.dx)?)
                 }
-                Pass::Wgrad => {
-                    let accumulate = self.grad == DType::F32;
+                Pass::Wgrad(grad) => {
+                    let accumulate = grad == DType::F32;
+                    let dw = &self.dw[usize::from(accumulate)];
                     let desc = GemmDesc {
                         a_order: AOrder::Km,
                         b_order: BOrder::Kn,
-                        out: self.grad,
+                        out: grad,
                         epilogue: Epilogue { accumulate, ..Epilogue::NONE },
                         ..GemmDesc::nt(n, k, num, DType::BF16)
                     };
-                    (desc, rows(&self.dy)?, rows(&self.x)?, own(&self.dw)?)
+                    (desc, rows(&self.dy)?, rows(&self.x)?, own(dw)?)
                 }
             };
-            let plan = GemmPlan::with_backend(desc, GemmBackend::CublasLt)?;
-            plan.prepare(&self.stream)?;
-            all.push((plan, a, b, d));
+            let by = Lt::all(ctx, &desc, [&a, &b, &d], &workspace, 1)?.pop();
+            all.push(by.ok_or_else(|| Error::internal("cuBLASLt has no algorithm"))?);
         }
-        Ok(Box::new(move || {
-            for (plan, a, b, d) in &all {
-                let inputs = GemmInputs::new(a.clone(), b.clone(), d.clone());
-                plan.launch(&self.stream, inputs).map(drop)?;
-            }
-            Ok(())
-        }))
+        Ok(Box::new(move || all.iter().try_for_each(|lt| lt.launch(&self.stream))))
     }
 }

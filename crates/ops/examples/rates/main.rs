@@ -1,5 +1,7 @@
-//! Rates of single operations on one GPU: `layers`, `gemm`, `grouped` or
-//! `attention`.
+//! Rates of single operations on one GPU: `layers`, `gemm`, `grouped` or `attention`.
+//!
+//! Ways to one result take turns, the card at rest before each, and once more in the other order:
+//! the median of 20 launches in all, which follow each other.
 //!
 //! `cargo run --release -p tilewire-ops --example rates layers|gemm|grouped|attention [SHAPE ...]`
 
@@ -10,12 +12,74 @@ mod gemm;
 mod grouped;
 mod layers;
 
+use std::thread;
+use std::time::Duration;
+
 use tilewire_core::{DType, Error, Result, Rng, Shape};
-use tilewire_device::cuda::CudaContext;
-use tilewire_device::{Device, Stream, Tensor};
+use tilewire_device::cuda::{CudaContext, CudaEvent};
+use tilewire_device::{Device, Queue, Stream, Tensor};
+
+/// The rest of the card before each turn, launches of a turn that are not timed, and that are.
+const REST: Duration = Duration::from_millis(100);
+const WARM: usize = 3;
+const RUNS: usize = 10;
 
 /// What is timed.
 type Launch<'a> = Box<dyn Fn() -> Result<()> + 'a>;
+
+/// One of the ways to a result that are timed beside each other.
+struct Turn<'a> {
+    by: String,
+    explain: String,
+    launch: Launch<'a>,
+    us: Vec<f64>,
+}
+
+impl<'a> Turn<'a> {
+    fn new(by: impl ToString, explain: impl Into<String>, launch: Launch<'a>) -> Self {
+        Self { by: by.to_string(), explain: explain.into(), launch, us: Vec::new() }
+    }
+
+    /// Median of all runs, in microseconds.
+    fn median(&self) -> f64 {
+        let mut us = self.us.clone();
+        us.sort_by(f64::total_cmp);
+        us[us.len() / 2]
+    }
+}
+
+/// Times all of them twice, the second time in the other order: the card's clock falls under load,
+/// and a neighbour's heat would count for one of them.
+fn take_turns(ctx: &CudaContext, stream: &Stream, turns: &mut [Turn<'_>]) -> Result<()> {
+    for _ in 0..2 {
+        for t in turns.iter_mut() {
+            thread::sleep(REST);
+            (0..WARM).try_for_each(|_| (t.launch)())?;
+            t.us.extend(times(ctx, stream, RUNS, &*t.launch)?);
+        }
+        turns.reverse();
+    }
+    Ok(())
+}
+
+/// Times in microseconds of `runs` launches, one behind the other.
+fn times(
+    ctx: &CudaContext,
+    stream: &Stream,
+    runs: usize,
+    launch: impl Fn() -> Result<()>,
+) -> Result<Vec<f64>> {
+    let s = stream.cuda()?;
+    let events: Vec<CudaEvent> =
+        (0..=runs).map(|_| CudaEvent::new(ctx, true)).collect::<Result<_>>()?;
+    s.record(&events[0])?;
+    for e in &events[1..] {
+        launch()?;
+        s.record(e)?;
+    }
+    stream.synchronize()?;
+    events.windows(2).map(|e| e[1].us_since(&e[0])).collect()
+}
 
 fn main() -> Result<()> {
     match std::env::args().nth(1).as_deref() {

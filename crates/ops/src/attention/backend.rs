@@ -9,7 +9,8 @@ use tilewire_core::{Error, Result};
 /// one each.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Hash)]
 pub enum AttnBackend {
-    /// The portable kernels.
+    /// The kernel for sm_90a where it supports the description, on whole GPUs; else the portable
+    /// kernels.
     #[default]
     Auto,
     /// tilewire's kernels for sm_80 and newer: every type, head dimension and option.

@@ -14,6 +14,20 @@ use tilewire_kernels::{SM80_GEMM, SM80_GROUPED_GEMM, Source, variants};
 use super::check::Named;
 pub(crate) use super::check::{no_kernel, unsupported};
 
+/// Fewer multiprocessors than any GPU of sm_90a has, or part of one.
+const LEAST_SMS: u32 = 8;
+
+/// Returns why `auto` does not take kernels for sm_90a on `ctx`; none if it does: a device of a few
+/// multiprocessors has one or two of their large tiles at a time.
+///
+/// # Errors
+/// What the driver reports.
+pub(crate) fn too_few_sms(ctx: &CudaContext) -> Result<Option<String>> {
+    let num = ctx.num_sms()?;
+    let text = || format!("this device has {num} multiprocessors, too few for its tiles");
+    Ok((num < LEAST_SMS).then(text))
+}
+
 /// The results of `prepare`: nothing on the host, kernels and workspace (`T`) on a CUDA device. A
 /// plan is prepared for one device.
 pub(crate) struct Ready<T>(OnceLock<Place<T>>);

@@ -91,7 +91,9 @@ fn what_the_attention_kernel_for_sm_90a_does_not_take() {
     for by in [AttnBackend::Auto, AttnBackend::Portable] {
         let plan = AttentionPlan::with_backend(d.clone(), None, by).unwrap();
         plan.prepare(&g.stream).unwrap();
-        assert!(!plan.explain().contains("sm_90a"), "{by}: {}", plan.explain());
+        // Emulated devices are too small for `auto` to take it.
+        let takes = by == AttnBackend::Auto && !is_emulated();
+        assert_eq!(plan.explain().contains("sm_90a"), takes, "{by}: {}", plan.explain());
     }
 }
 

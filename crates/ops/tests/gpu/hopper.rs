@@ -163,7 +163,7 @@ fn grouped_plan(g: &Gpu, d: GroupedDesc) -> GroupedGemmPlan {
 fn splits() -> Vec<Vec<usize>> {
     let mut all = vec![vec![3, 0, 170, 1, 0, 126], vec![0, 0, 0]];
     if !is_emulated() {
-        all.extend([vec![0, 65, 2, 129], vec![190], vec![1], vec![]]);
+        all.extend([vec![0, 65, 2, 129], vec![190], vec![1]]);
         all.push((0..70).map(|e| usize::from(e % 7 == 3) * (e % 5) * 30).collect());
     }
     all
@@ -239,9 +239,15 @@ fn groups_that_the_core_does_not_take() {
         let e = GroupedGemmPlan::with_backend(d, by).unwrap().prepare(&g.stream).unwrap_err();
         assert!(e.is_unsupported() && e.get_hint().is_some() && e.to_string().contains(why), "{e}");
     }
-    let auto = GroupedGemmPlan::new(d(16, 32)).unwrap();
-    auto.prepare(&g.stream).unwrap();
-    assert!(auto.explain().contains("portable"), "{}", auto.explain());
+    // Features of 30 take the portable kernels, and whole GPUs the core; emulated ones are small.
+    let takes = |d: GroupedDesc| {
+        let auto = GroupedGemmPlan::new(d).unwrap();
+        auto.prepare(&g.stream).unwrap();
+        (auto.explain().contains("the core for sm_90a (128"), auto)
+    };
+    assert!(!takes(d(30, 32)).0);
+    let (by_core, auto) = takes(d(16, 32));
+    assert_eq!(by_core, !is_emulated(), "{}", auto.explain());
     let form = Form { discrete: true, core: true, ..Form::default() };
     let p = grouped_gemm::Problem::new(&g, &mut rng, d(16, 32), &[30, 7], form);
     is_right(&g, &p, &auto);

@@ -3,13 +3,14 @@
 use tilewire_core::{DType, Error, ErrorKind, Result};
 use tilewire_device::cuda::{CudaContext, Grid, Kernel};
 use tilewire_kernels::Source;
+use tilewire_kernels::attention::hopper::{HopperVariant, SM90_ATTENTION};
 use tilewire_kernels::attention::{
     PLAIN_ATTENTION, PLAIN_ROWS, Plain, SM80_ATTENTION, Tile, Variant,
 };
 
 use super::hopper::{self, Hopper};
 use crate::attention::{AttentionDesc, AttnBackend, AttnMask};
-use crate::common::cuda::load;
+use crate::common::cuda::{load, too_few_sms};
 
 /// Returns how kernels name a type.
 pub(super) fn code(t: DType) -> u32 {
@@ -72,13 +73,21 @@ pub(super) fn fitting(
     Ok(v.and_then(|v| v.fitting(most, bytes)))
 }
 
-/// The compilation that plain causal attention of `dtype` takes, with heads of `dqk` and `dv`.
-pub(crate) fn unit(dtype: DType, (dqk, dv): (usize, usize)) -> (Source, Vec<(String, u64)>) {
+/// The compilations that plain causal attention of `dtype` takes, with heads of `dqk` and `dv`; with
+/// the forward pass for sm_90a if `core`.
+pub(crate) fn units(
+    dtype: DType,
+    (dqk, dv): (usize, usize),
+    core: bool,
+) -> Vec<(Source, Vec<(String, u64)>)> {
     let d = AttentionDesc { dv, ..AttentionDesc::new(1, (1, 1), dqk, dtype, AttnMask::CAUSAL) };
-    match variant(&d, false) {
+    let portable = match variant(&d, false) {
         Some(v) => (SM80_ATTENTION, v.defines()),
         None => (PLAIN_ATTENTION, plain(&d).defines()),
-    }
+    };
+    let core = (core && hopper::unfit(&d).is_none())
+        .then(|| (SM90_ATTENTION, HopperVariant { f16: dtype == DType::F16, dqk, dv }.defines()));
+    core.into_iter().chain([portable]).collect()
 }
 
 /// Returns what needs the text with all features.
@@ -101,15 +110,8 @@ impl Forward {
         out: DType,
         backend: AttnBackend,
     ) -> Result<Self> {
-        if backend == AttnBackend::Hopper {
-            if let Some(why) =
-                hopper::unfit(d).map_or_else(|| Hopper::lacks(ctx), |w| Ok(Some(w)))?
-            {
-                return Err(not_by_hopper(&why));
-            }
-            let (h, m) = Hopper::new(ctx, d)?;
-            let (name, table) = (h.name(), m.kernel("tw_attn_table")?);
-            return Ok(Self { attend: Attend::Hopper(h), table, name });
+        if let Some(hopper) = Self::hopper(ctx, d, backend)? {
+            return Ok(hopper);
         }
         let with = |v: Variant| -> Result<Self> {
             let (m, t) = (load(ctx, &SM80_ATTENTION, v.defines())?, v.forward());
@@ -128,6 +130,28 @@ impl Forward {
                 Ok(Self { attend, table: m.kernel("tw_attn_table")?, name })
             }
         }
+    }
+
+    /// Returns the kernel for sm_90a; none if the portable one attends.
+    fn hopper(ctx: &CudaContext, d: &AttentionDesc, by: AttnBackend) -> Result<Option<Self>> {
+        let why = match (by, hopper::unfit(d), Hopper::lacks(ctx)?) {
+            (AttnBackend::Portable, ..) => return Ok(None),
+            (_, Some(why), _) | (_, None, Some(why)) => Some(why),
+            (AttnBackend::Auto, None, None) => too_few_sms(ctx)?,
+            (AttnBackend::Hopper, None, None) => None,
+        };
+        match (why, by) {
+            (Some(why), AttnBackend::Hopper) => return Err(not_by_hopper(&why)),
+            (Some(_), _) => return Ok(None),
+            _ => {}
+        }
+        let (h, m) = match Hopper::new(ctx, d) {
+            // Nothing to compile it with, and not shipped either.
+            Err(e) if e.is_unavailable() && by == AttnBackend::Auto => return Ok(None),
+            r => r?,
+        };
+        let (name, table) = (h.name(), m.kernel("tw_attn_table")?);
+        Ok(Some(Self { attend: Attend::Hopper(h), table, name }))
     }
 
     /// Returns the rows of a tile of queries.

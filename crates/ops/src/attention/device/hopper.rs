@@ -2,14 +2,15 @@
 
 use std::sync::Arc;
 
+use bytemuck::Zeroable;
 use tilewire_core::{DType, Result};
 use tilewire_device::cuda::{
     CudaContext, CudaModule, CudaStream, Grid, Kernel, LaunchArgs, MapPromotion, MapSwizzle,
     RawTensorMap, TensorMapDesc,
 };
-use tilewire_kernels::abi::{TwAttn, TwAttnOrder};
+use tilewire_kernels::abi::{TwAttn, TwAttnOrder, TwSeg};
 use tilewire_kernels::attention::hopper::{
-    BOX_COLS, HopperVariant, SM90_ATTENTION, STORE_ROWS, THREADS, TILE_M,
+    BOX_COLS, FEW, HopperVariant, SM90_ATTENTION, STORE_ROWS, THREADS, TILE_M,
 };
 
 use crate::attention::AttentionDesc;
@@ -81,6 +82,11 @@ impl Hopper {
         Ok((Self { ctx: ctx.clone(), variant, kernel, num_sms, counters }, module))
     }
 
+    /// Returns whether a launch contains these segments of queries and keys itself.
+    pub fn takes_few(segs: [&[TwSeg]; 2]) -> bool {
+        segs.iter().all(|s| s.len() <= FEW)
+    }
+
     /// Returns the rows of a tile of own segments.
     pub fn rows(&self) -> u64 {
         TILE_M as u64
@@ -91,7 +97,8 @@ impl Hopper {
         format!("the kernel for sm_90a (tiles {TILE_M}x{})", self.variant.keys())
     }
 
-    /// Queues the forward pass of tables with at least one tile: one kernel.
+    /// Queues the forward pass of tables with at least one tile: one kernel. `few`: the segments of
+    /// queries and of keys, if they are not more than [`FEW`]; else those that `p` points to.
     ///
     /// # Safety
     /// `p` is that of a launch of `d`, the description of [`Hopper::new`]: its tensors have the
@@ -105,10 +112,18 @@ impl Hopper {
         stream: &CudaStream,
         d: &AttentionDesc,
         (p, tokens_kv): (&TwAttn, usize),
+        few: Option<[&[TwSeg]; 2]>,
     ) -> Result<()> {
         let maps = self.maps(d, p)?;
         let counter = self.counters.next(stream);
-        let order = TwAttnOrder { counter, heads: together(d, tokens_kv), pad: 0 };
+        let heads = together(d, tokens_kv);
+        let mut order =
+            TwAttnOrder { counter, heads, few: u32::from(few.is_some()), ..TwAttnOrder::zeroed() };
+        for (to, from) in
+            [&mut order.own, &mut order.other].into_iter().zip(few.unwrap_or([&[]; 2]))
+        {
+            to[..from.len()].copy_from_slice(from);
+        }
         let blocks = u64::from(self.num_sms).min(u64::from(p.tiles) * u64::from(p.heads_q));
         let grid = Grid::new(blocks as u32, THREADS).shared(self.variant.shared_bytes());
         let args = maps.iter().fold(LaunchArgs::new().arg(p).arg(&order), LaunchArgs::raw_map);

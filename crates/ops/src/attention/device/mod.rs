@@ -7,7 +7,7 @@ mod hopper;
 mod merge;
 mod queue;
 
-pub(crate) use forward::unit;
+pub(crate) use forward::units;
 pub(crate) use fp8::{Wide, kernel_desc};
 pub(crate) use merge::{Merge, Parts};
 pub(crate) use queue::{Needs, Prepared, inputs, inputs_bwd, param, param_bwd, part};

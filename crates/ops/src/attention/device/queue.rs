@@ -13,7 +13,7 @@ use super::forward::{
     Attend, Forward, ROWS, Tiled, code, extra, fitting, not_by_hopper, plain, variant,
 };
 use super::fp8::{Wide, kernel_desc};
-use super::hopper;
+use super::hopper::{self, Hopper};
 use crate::attention::desc::bound;
 use crate::attention::launch::Given;
 use crate::attention::table::{number_tiles, whole};
@@ -255,10 +255,21 @@ impl Prepared {
         stream: &CudaStream,
         d: &AttentionDesc,
         p: &TwAttn,
-        (q, kv): (Vec<TwSeg>, Vec<TwSeg>),
+        (mut q, kv): (Vec<TwSeg>, Vec<TwSeg>),
     ) -> Result<()> {
         aligned(d, &[("q", p.q), ("k", p.k), ("v", p.v), ("out", p.out)])?;
         let tokens_kv = kv.iter().map(|s| s.len as usize).sum();
+        if let Attend::Hopper(h) = &self.forward.attend
+            && Hopper::takes_few([&q, &kv])
+        {
+            let tiles = number_tiles(&mut q, h.rows());
+            if tiles == 0 || p.heads_q == 0 {
+                return Ok(());
+            }
+            let p = TwAttn { num_own: q.len() as u32, tiles, ..*p };
+            // SAFETY: as below; the launch contains its segments.
+            return unsafe { h.launch(stream, d, (&p, tokens_kv), Some([&q, &kv])) };
+        }
         let other = self.write(stream, 2, kv, 1)?;
         let own = self.write(stream, 0, q, self.forward.rows())?;
         match &self.forward.attend {
@@ -269,7 +280,7 @@ impl Prepared {
                 // SAFETY: what `p` points to was checked against the description (shapes, types,
                 // the same device), begins at multiples of 16 bytes (`aligned`), and is held by
                 // the stream (`held`); tables are made of the launch's own rows.
-                unsafe { h.launch(stream, d, (&p, tokens_kv)) }
+                unsafe { h.launch(stream, d, (&p, tokens_kv), None) }
             }
         }
     }

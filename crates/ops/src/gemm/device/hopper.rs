@@ -19,8 +19,6 @@ use crate::common::counters::Counters;
 use crate::common::cuda::load;
 use crate::gemm::{AOrder, Activation, BOrder, GemmDesc};
 
-/// Fewer multiprocessors than any GPU of sm_90a has, or part of one.
-const LEAST_SMS: u32 = 8;
 /// Addresses, and rows that tensor maps describe, are multiples of this.
 const ALIGN_BYTES: usize = 16;
 
@@ -145,17 +143,6 @@ impl Hopper {
     pub fn lacks(ctx: &CudaContext) -> Result<Option<String>> {
         let arch = ctx.arch()?;
         Ok((!HOPPER_GEMM.runs_on(&arch)).then(|| format!("it is for sm_90a, and this is {arch}")))
-    }
-
-    /// Returns why `auto` does not take the core on `ctx`; none if it does: a device of a few
-    /// multiprocessors has one or two of its large tiles at a time.
-    ///
-    /// # Errors
-    /// What the driver reports.
-    pub fn wastes(ctx: &CudaContext) -> Result<Option<String>> {
-        let num = ctx.num_sms()?;
-        let text = || format!("this device has {num} multiprocessors, too few for its tiles");
-        Ok((num < LEAST_SMS).then(text))
     }
 
     /// Loads the kernels of a description that is not [`unfit`].

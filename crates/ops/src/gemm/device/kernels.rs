@@ -17,7 +17,7 @@ use super::product::{
 };
 use super::widen::{Widened, kernel_desc};
 use crate::common::Bias;
-use crate::common::cuda::{addr, fit_32_bits, gemm_defines, hold, load, no_kernel};
+use crate::common::cuda::{addr, fit_32_bits, gemm_defines, hold, load, no_kernel, too_few_sms};
 use crate::gemm::backend::unfit;
 use crate::gemm::{AOrder, BOrder, GemmBackend, GemmDesc, GemmInputs, Operand};
 
@@ -116,7 +116,7 @@ impl GemmKernels {
             GemmBackend::Auto if has_lt => Some("cuBLASLt makes the products".to_owned()),
             _ => match (hopper::unfit(d), Hopper::lacks(ctx)?) {
                 (Some(why), _) | (None, Some(why)) => Some(why),
-                (None, None) if by == GemmBackend::Auto => Hopper::wastes(ctx)?,
+                (None, None) if by == GemmBackend::Auto => too_few_sms(ctx)?,
                 (None, None) => None,
             },
         };

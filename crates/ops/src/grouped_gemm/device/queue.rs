@@ -13,7 +13,7 @@ use tilewire_kernels::abi::{TwAddresses, TwGemm, TwGrouped};
 use super::hopper::{self, Hopper};
 use super::workspace::{Widened, Workspace, Workspaces};
 use crate::common::Bias;
-use crate::common::cuda::{addr, fit_32_bits, gemm_defines, hold, load};
+use crate::common::cuda::{addr, fit_32_bits, gemm_defines, hold, load, too_few_sms};
 use crate::gemm::device::Wide;
 use crate::gemm::device::bias_flag;
 use crate::gemm::device::{A_KM, ACT_SHIFT, B_KN, SUMS, TILE, TILE_F32, Tile, act_code, out_code};
@@ -152,19 +152,25 @@ impl Prepared {
     ) -> Result<std::result::Result<Hopper, String>> {
         let why = match by {
             GemmBackend::Portable => Some(ASKED_FOR.to_owned()),
-            GemmBackend::Auto => Some(format!("{CORE} makes them where `hopper` is asked for")),
             GemmBackend::CublasLt => {
                 return Err(not_made_by("cuBLASLt", "the sizes of its groups are on the device"));
             }
-            GemmBackend::Hopper => match hopper::unfit(d) {
-                None => Hopper::lacks(ctx)?,
-                why => why,
-            },
+            GemmBackend::Auto | GemmBackend::Hopper => {
+                match (hopper::unfit(d), Hopper::lacks(ctx)?) {
+                    (Some(why), _) | (None, Some(why)) => Some(why),
+                    (None, None) if by == GemmBackend::Auto => too_few_sms(ctx)?,
+                    (None, None) => None,
+                }
+            }
         };
         match why {
             Some(why) if by == GemmBackend::Hopper => Err(not_made_by(CORE, &why)),
             Some(why) => Ok(Err(why)),
-            None => Hopper::new(ctx, d).map(Ok),
+            None => match Hopper::new(ctx, d) {
+                // Nothing to compile it with, and not shipped either.
+                Err(e) if e.is_unavailable() && by == GemmBackend::Auto => Ok(Err(e.to_string())),
+                r => r.map(Ok),
+            },
         }
     }
 
