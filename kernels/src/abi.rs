@@ -342,8 +342,8 @@ abi! {
         in_type: u32,
     }
 
-    /// The order in which the forward kernel for sm_90a takes tiles, and few segments.
-    "attention/hopper.cuh" TwAttnOrder {
+    /// The order in which the kernels for sm_90a take tiles, and few segments.
+    "attention/hopper_tiles.cuh" TwAttnOrder {
         counter: u64,
         heads: u32,
         few: u32,

@@ -193,6 +193,7 @@ pub const ALL: &[Source] = &[
     attention::SM80_ATTENTION,
     attention::PLAIN_ATTENTION,
     attention::hopper::SM90_ATTENTION,
+    attention::hopper::SM90_ATTENTION_BWD,
     LINKS,
     LINKS_BULK,
     LITMUS,

@@ -13,7 +13,9 @@ use std::time::Instant;
 use object::{Object, ObjectSection};
 use tilewire_device::cuda::{Nvrtc, load_nvrtc};
 use tilewire_device::jit::{Compiler, KernelSpec, kernel_uses};
-use tilewire_kernels::attention::hopper::{HopperVariant, SM90_ATTENTION};
+use tilewire_kernels::attention::hopper::{
+    HopperGrad, HopperVariant, SM90_ATTENTION, SM90_ATTENTION_BWD,
+};
 use tilewire_kernels::portable::portable;
 use tilewire_kernels::{ALL, Source};
 
@@ -116,6 +118,16 @@ type Counts = [usize; 5];
 fn expected(s: &Source, defines: &[(String, u64)], name: &str) -> Counts {
     if name == "tw_attn_table" {
         return [0; 5];
+    }
+    if s.name == SM90_ATTENTION_BWD.name {
+        let all = HopperGrad::all();
+        let v = all.iter().find(|v| v.defines() == defines).expect("a variant of the list");
+        // Each product stands in one place: of scores and of the gradients of probabilities, then
+        // those that make sums.
+        return match name {
+            "tw_hopper_attn_dq" => [2 * v.dim / 16, v.keys().rows / 16, 2, 0, 0],
+            _ => [2 * v.dim / 16, 2 * v.queries().rows / 16, 2, 0, 0],
+        };
     }
     if s.name != SM90_ATTENTION.name {
         // 64 elements of k are four products. The barriers stand where the blocks of a cluster meet

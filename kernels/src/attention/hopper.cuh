@@ -29,11 +29,7 @@
 
 #pragma once
 
-#include "../ptx/bulk.cuh"
-#include "../ptx/cluster.cuh"
-#include "../ptx/tensor.cuh"
-#include "../ptx/wgmma.cuh"
-#include "segments.cuh"
+#include "hopper_tiles.cuh"
 
 #ifndef TW_HA_N
 #define TW_HA_N 160
@@ -42,22 +38,7 @@
 #define TW_HA_STAGES 2
 #endif
 
-typedef unsigned char u8;
-
-// Segments that a launch may contain: most have one of queries and one of keys.
-enum : u32 { TW_HA_FEW = 4 };
-
-// In which order blocks take tiles, and the segments if they are few: else two kernels would write
-// them to memory first.
-struct TwAttnOrder {
-    u32* counter;  // null, or a word that is zero, of this launch alone while it runs
-    u32 heads;     // so many heads, at least one, are done before others: their keys fit in L2
-    u32 few;       // 1: the segments are these, and those of TwAttn are not read
-    TwSeg own[TW_HA_FEW], other[TW_HA_FEW];
-};
-
 enum : u32 {
-    TW_HA_M = 128,
     TW_HA_D = TW_ATTN_DQK,
     TW_HA_DV = TW_ATTN_DV,
     TW_HA_THREADS = 384,
@@ -78,13 +59,9 @@ enum : u32 {
     TW_HA_MULTIPLY_REGISTERS = 232,
     // Readers of a stage.
     TW_HA_WARPS = 8,
-    // The outermost coordinate of ragged maps, from which rows count.
-    TW_HA_RAGGED = 1 << 30,
 };
 static_assert(TW_HA_D % 64 == 0 && TW_HA_DV % 64 == 0 && TW_HA_DV <= TW_HA_D, "whole pieces; the output leaves through the slot of its queries");
 static_assert(TW_HA_N % 16 == 0 && TW_HA_BYTES <= 232448, "a tile of keys, and shared memory");
-
-extern __shared__ __align__(1024) unsigned char tw_smem[];
 
 // A tile of queries.
 struct TwQueries {
@@ -124,36 +101,10 @@ __device__ __forceinline__ TwShared& tw_shared() {
     return *(TwShared*)(tw_smem + TW_HA_AT_STATE);
 }
 
-// Which slot or stage of NUM comes next.
-template <u32 NUM> struct TwRing {
-    u32 at, parity;
-
-    __device__ __forceinline__ TwRing() : at(0), parity(0) {}
-
-    __device__ __forceinline__ void advance() {
-        if (++at == NUM) at = 0, parity ^= 1;
-    }
-    __device__ __forceinline__ void wait_full(u64* full) const {
-        while (!mbarrier_try_wait_parity(full + at, parity)) {
-        }
-    }
-    __device__ __forceinline__ void wait_empty(u64* empty) const {
-        while (!mbarrier_try_wait_parity(empty + at, parity ^ 1)) {
-        }
-    }
-};
 typedef TwRing<2> TwSlots;
 typedef TwRing<TW_HA_STAGES> TwStages;
 
 // ---- The loader: one thread.
-
-// Loads D columns of head `head`, of ROWS rows from `row` on, of which `num` are there.
-template <u32 D, u32 ROWS>
-__device__ __forceinline__ void tw_ha_load(u8* to, const TwTensorMap* map, u64* bar, u32 head, u32 row, u32 num) {
-#pragma unroll
-    for (u32 i = 0; i < D / 64; i++)
-        tensor_load_4d(to + i * (ROWS * 128), map, bar, (int)(head * D + 64 * i), (int)(TW_HA_RAGGED - num), (int)(row + num), (int)TW_HA_RAGGED);
-}
 
 // Describes tile `i`, and begins the walk over its keys. Of several heads that are done together
 // the last tiles come first: under a causal mask they have most keys.
@@ -168,15 +119,6 @@ __device__ __forceinline__ void tw_ha_begin(const TwAttn& a, const TwAttnOrder& 
     p.queries = {own.row + first, num, head, at, gap ? 1u : 0u, 1};
     p.own = own;
     p.walk.begin<TW_HA_N>(order.few ? order.other : a.other, own, at - a.left, at + (int)num + a.right, head, 1);
-}
-
-// The tile behind `i`, of `num`. The draw that is the launch's last leaves the counter at zero for
-// the next one: there are as many draws as tiles, since each block draws until it gets none.
-__device__ __forceinline__ u32 tw_ha_next(const TwAttnOrder& order, u32 i, u32 num) {
-    if (order.counter == nullptr) return i + gridDim.x;
-    const u32 drawn = atomicAdd(order.counter, 1u);
-    if (drawn == num - 1) atomicExch(order.counter, 0u);
-    return gridDim.x + drawn;
 }
 
 __device__ __forceinline__ void tw_ha_load_tiles(const TwAttn& a, const TwAttnOrder& order, const TwTensorMap* mq, const TwTensorMap* mk,
@@ -322,45 +264,6 @@ __device__ __forceinline__ void tw_ha_rescale(TwHaOut& o, const TwHaRows& r) {
     for (u32 i = 0; i < TW_HA_DV / 2; i++) o[i] *= r.shrink[i / 2 % 2];
 }
 
-// Stores this warp's 16 rows of the output through its rows of `slot`.
-__device__ __forceinline__ void tw_ha_store_16(const TwAttn& a, const TwHaOut& o, const float (&factor)[2], const TwQueries& q, const TwTensorMap* out,
-                                               u8* slot) {
-    const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    u8* own = slot + warp * (16 * 128);
-#pragma unroll
-    for (u32 j = 0; j < TW_HA_DV / 16; j++) {
-        u32 w[4];
-#pragma unroll
-        for (u32 e = 0; e < 4; e++) w[e] = tw_pair(o[8 * j + 2 * e] * factor[e % 2], o[8 * j + 2 * e + 1] * factor[e % 2], a.out_type);
-        // Matrices: rows 0-7 and 8-15 of columns 0-7, then of columns 8-15; their 16-byte pieces
-        // lie as the map's swizzle has them.
-        const u32 r = lane % 16, piece = (j % 4 * 2 + lane / 16) ^ (r % 8);
-        stmatrix_x4_b16(own + j / 4 * TW_HA_Q_PIECE + r * 128 + piece * 16, w);
-    }
-    fence_proxy_async_shared_cta();
-    __syncwarp();
-    if (lane == 0) {
-#pragma unroll
-        for (u32 i = 0; i < TW_HA_DV / 64; i++)
-            tensor_store_4d(out, own + i * TW_HA_Q_PIECE, (int)(q.head * TW_HA_DV + 64 * i), (int)(TW_HA_RAGGED - q.num + 16 * warp),
-                            (int)(q.row + q.num), (int)TW_HA_RAGGED);
-        bulk_commit_group();
-    }
-}
-
-// Stores the output in f32 from registers: four lanes have 32 bytes of a row.
-__device__ __forceinline__ void tw_ha_store_32(const TwAttn& a, const TwHaOut& o, const float (&factor)[2], const TwQueries& q) {
-#pragma unroll
-    for (u32 half = 0; half < 2; half++) {
-        const u32 row = threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4 + 8 * half;
-        float* to = (float*)a.out + (i64)(q.row + row) * a.ld_o + q.head * TW_HA_DV + threadIdx.x % 4 * 2;
-        if (row >= q.num) continue;
-#pragma unroll
-        for (u32 j = 0; j < TW_HA_DV / 8; j++)
-            *(float2*)(to + 8 * j) = make_float2(o[4 * j + 2 * half] * factor[half], o[4 * j + 2 * half + 1] * factor[half]);
-    }
-}
-
 // Ends a tile: its lse and its output.
 __device__ __forceinline__ void tw_ha_finish(const TwAttn& a, const TwHaOut& o, const TwHaRows& r, const TwQueries& q, const TwTensorMap* out, u8* slot,
                                              float factor) {
@@ -374,8 +277,9 @@ __device__ __forceinline__ void tw_ha_finish(const TwAttn& a, const TwHaOut& o, 
         if (threadIdx.x % 4 == 0 && row < q.num) a.lse[(i64)q.head * a.tokens_q + q.row + row] = end.lse;
         f[half] = end.factor;
     }
-    if (a.out_type == 2) tw_ha_store_32(a, o, f, q);
-    else tw_ha_store_16(a, o, f, q, out, slot);
+    const TwRows to = {q.row, q.num, q.head};
+    if (a.out_type == 2) tw_ha_store_32<TW_HA_DV>(o, f, to, (float*)a.out, a.ld_o);
+    else tw_ha_store_16<TW_HA_DV>(o, f, to, a.out_type, out, slot);
 }
 
 // One warp is through with a stage.

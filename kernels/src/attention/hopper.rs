@@ -1,4 +1,5 @@
-//! The forward kernel for sm_90a (`attention/hopper.cuh`): variants of the unit.
+//! The kernels for sm_90a (`attention/hopper.cuh`, `attention/hopper_grad.cuh`): variants of the
+//! units.
 
 use crate::Source;
 
@@ -9,7 +10,14 @@ pub const SM90_ATTENTION: Source = Source {
     kernels: &["tw_attn_table", "tw_hopper_attn_fwd"],
 };
 
-/// Queries of a tile.
+/// The backward pass by wgmma and TMA, from lse and delta.
+pub const SM90_ATTENTION_BWD: Source = Source {
+    name: "attention/sm90_attention_bwd.cu",
+    defines: &[],
+    kernels: &["tw_attn_table", "tw_hopper_attn_dq", "tw_hopper_attn_dkv"],
+};
+
+/// Own rows of a tile: queries, or keys where dk and dv are made.
 pub const TILE_M: usize = 128;
 /// Threads of a block.
 pub const THREADS: u32 = 384;
@@ -76,6 +84,79 @@ impl HopperVariant {
     }
 }
 
+/// A variant of [`SM90_ATTENTION_BWD`].
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct HopperGrad {
+    /// f16 in place of bf16.
+    pub f16: bool,
+    /// Head dimension of q, k, v and out.
+    pub dim: usize,
+}
+
+/// Tiles of the other side, of one kernel of the backward pass.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Others {
+    /// Rows of a tile.
+    pub rows: usize,
+    /// Tiles that shared memory holds at once.
+    pub stages: usize,
+}
+
+impl HopperGrad {
+    /// Head dimensions of all variants. Wider ones need more registers than there are for both
+    /// sums.
+    pub const DIMS: [usize; 2] = [128, 64];
+
+    /// Every variant that a plan may load.
+    pub fn all() -> Vec<HopperGrad> {
+        let of = |dim| [false, true].map(|f16| HopperGrad { f16, dim });
+        Self::DIMS.into_iter().flat_map(of).collect()
+    }
+
+    /// Keys that the kernel of dq visits.
+    pub fn keys(&self) -> Others {
+        if self.dim > 64 { Others { rows: 96, stages: 2 } } else { Others { rows: 128, stages: 4 } }
+    }
+
+    /// Queries that the kernel of dk and dv visits.
+    pub fn queries(&self) -> Others {
+        if self.dim > 64 { Others { rows: 64, stages: 3 } } else { Others { rows: 96, stages: 4 } }
+    }
+
+    /// Two slots of two own tiles, stages of two tiles of others, lse and delta of those that are
+    /// queries, barriers.
+    fn shared_bytes(&self, others: Others, queries: usize) -> u32 {
+        let rows = 2 * TILE_M + others.stages * others.rows;
+        (rows * self.dim * 4 + queries * 8 + STATE_BYTES) as u32
+    }
+
+    /// Dynamic shared memory of the kernel of dq, in bytes.
+    pub fn dq_shared_bytes(&self) -> u32 {
+        self.shared_bytes(self.keys(), 2 * TILE_M)
+    }
+
+    /// Dynamic shared memory of the kernel of dk and dv, in bytes.
+    pub fn dkv_shared_bytes(&self) -> u32 {
+        let of = self.queries();
+        self.shared_bytes(of, of.stages * of.rows)
+    }
+
+    /// Definitions for the compiler.
+    pub fn defines(&self) -> Vec<(String, u64)> {
+        let (k, q) = (self.keys(), self.queries());
+        let pairs = [
+            ("TW_ATTN_TYPE", u64::from(self.f16)),
+            ("TW_ATTN_DQK", self.dim as u64),
+            ("TW_ATTN_DV", self.dim as u64),
+            ("TW_HB_DQ_N", k.rows as u64),
+            ("TW_HB_DQ_STAGES", k.stages as u64),
+            ("TW_HB_DKV_M", q.rows as u64),
+            ("TW_HB_DKV_STAGES", q.stages as u64),
+        ];
+        pairs.map(|(name, value)| (name.to_owned(), value)).to_vec()
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -84,6 +165,10 @@ mod tests {
     fn variants_fit_into_shared_memory() {
         for v in HopperVariant::all() {
             assert!(v.shared_bytes() <= 232_448, "{v:?}: {}", v.shared_bytes());
+        }
+        for v in HopperGrad::all() {
+            let most = v.dq_shared_bytes().max(v.dkv_shared_bytes());
+            assert!(most <= 232_448, "{v:?}: {most}");
         }
     }
 }

@@ -4,7 +4,7 @@ use crate::Source;
 
 pub mod hopper;
 
-use hopper::{HopperVariant, SM90_ATTENTION};
+use hopper::{HopperGrad, HopperVariant, SM90_ATTENTION, SM90_ATTENTION_BWD};
 
 /// Attention of 16-bit types on any GPU from sm_80 on. See [`Variant`] for its definitions.
 pub const SM80_ATTENTION: Source = Source {
@@ -237,9 +237,11 @@ pub fn attention() -> Vec<(Source, Vec<(String, u64)>)> {
     let plain = plain_variants().into_iter().chain(merges).map(|p| p.defines());
     let parts = plain_variants().into_iter().filter(|p| p.output != 2).map(|p| p.parts());
     let hopper = HopperVariant::all().into_iter().map(|v| (SM90_ATTENTION, v.defines()));
+    let grads = HopperGrad::all().into_iter().map(|v| (SM90_ATTENTION_BWD, v.defines()));
     tiles
         .chain(plain.chain(parts).map(|defines| (PLAIN_ATTENTION, defines)))
         .chain(hopper)
+        .chain(grads)
         .collect()
 }
 

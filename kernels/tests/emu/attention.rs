@@ -399,7 +399,7 @@ impl Case {
     }
 
     /// Fills rows that belong to no sequence with NaN, which must not come into any sum.
-    fn poison(&self, of_q: bool, values: &mut [f32], width: usize) {
+    pub fn poison(&self, of_q: bool, values: &mut [f32], width: usize) {
         for (seg, seq) in self.segs(of_q) {
             if seq.is_none() {
                 values[seg.row as usize * width..][..seg.len as usize * width].fill(f32::NAN);

@@ -4,7 +4,8 @@ use tilewire_kernels::abi::TwAttn;
 
 use crate::attention::{Build, Case, F32, ODD, PAIRED, Pair, SMALL, case, dot};
 use crate::gemm::{Type, number};
-use crate::memory::Memory;
+use crate::host::Launch;
+use crate::memory::{ANY, Memory};
 use crate::run::Run;
 use crate::{Test, tests};
 
@@ -52,6 +53,21 @@ impl Saved {
         Self { x, out, d_out, lse, pairs }
     }
 
+    /// delta of all rows that belong to a sequence.
+    fn deltas(&self, c: &Case, on: &Build) -> Vec<f32> {
+        let (hq, rows) = (c.heads.0, Case::rows(&c.q));
+        let mut all = Vec::new();
+        for (h, r) in (0..hq).flat_map(|h| (0..rows).map(move |r| (h, r))) {
+            let at = (r * hq + h) * on.dv;
+            all.push(dot(&self.d_out[at..][..on.dv], &self.out[at..]) as f32);
+        }
+        for (seg, _) in c.segs(true).into_iter().filter(|(_, seq)| seq.is_none()) {
+            let gap = seg.row as usize..(seg.row + seg.len) as usize;
+            (0..hq).for_each(|h| all[h * rows..][gap.clone()].fill(f32::NAN));
+        }
+        all
+    }
+
     /// dq, dk, dv, and how far each element may be off.
     fn reference(&self, c: &Case, on: &Build) -> [Bounded; 3] {
         let ((hq, hkv), rows, (u, _)) = (c.heads, Case::rows(&c.q), Case::narrow(on).roundoff());
@@ -96,14 +112,53 @@ impl Saved {
 
 /// Runs the backward pass; the bytes of dq, dk and dv. Panics if an element is wrong.
 pub fn check(c: &Case, on: &Build, seed: u64) -> [Vec<u8>; 3] {
+    let (hq, hkv) = (c.heads.0 as u32, c.heads.1 as u32);
+    let names = if on.tiles.split { vec!["tw_attn_dk", "tw_attn_dv"] } else { vec!["tw_attn_dkv"] };
+    let kernels: Vec<_> =
+        ["tw_attn_delta", "tw_attn_dq"].into_iter().chain(names).map(|n| on.kernel(n)).collect();
+    let [dq_threads, dkv_threads] = [on.tiles.dq, on.tiles.dkv].map(|t| 32 * t.warps as u32);
+    check_by(c, on, seed, false, |[of_q, of_kv], _| {
+        let launch = |i: usize| match i {
+            0 => kernels[0].grid([(of_q.tokens_q * hq).div_ceil(8), 1, 1], [256, 1, 1]).arg(of_q),
+            1 => kernels[1]
+                .grid([of_q.tiles * hq, 1, 1], [dq_threads, 1, 1])
+                .smem(on.dq_smem() as u32)
+                .arg(of_q),
+            _ => kernels[i]
+                .grid([of_kv.tiles * hkv, 1, 1], [dkv_threads, 1, 1])
+                .smem(on.dkv_smem() as u32)
+                .arg(of_kv),
+        };
+        (0..kernels.len()).map(launch).collect()
+    })
+}
+
+/// The same by the launches that are made of the parameters, over queries and over keys, and a
+/// word that is zero, and must be zero at the end; `delta`: it is there, and no launch makes it.
+pub fn check_by<'a>(
+    c: &Case,
+    on: &Build,
+    seed: u64,
+    delta: bool,
+    launches: impl FnOnce(&[TwAttn; 2], u64) -> Vec<Launch<'a>>,
+) -> [Vec<u8>; 3] {
     let (saved, t, (hq, hkv)) = (Saved::new(c, on), Case::narrow(on), c.heads);
     let widths = [hq * on.dqk, hkv * on.dqk, hkv * on.dv];
-    let tensor = |name, v: &[f32], width| Case::memory(name, t, v, width, c.pad);
-    let inputs = [0, 1, 2].map(|i| tensor(["q", "k", "v"][i], &saved.x[i], widths[i]));
+    // Rows that belong to no sequence must not come into any sum.
+    let tensor = |name, of_q, t, mut v: Vec<f32>, width| {
+        c.poison(of_q, &mut v, width);
+        Case::memory(name, t, &v, width, c.pad)
+    };
+    let inputs = [0, 1, 2].map(|i| {
+        let of_q = i == 0;
+        tensor(["q", "k", "v"][i], of_q, t, saved.x[i].clone(), widths[i])
+    });
     let [out, d_out] = [("out", &saved.out), ("d_out", &saved.d_out)]
-        .map(|(n, v)| Case::memory(n, saved_type(c, on), v, hq * on.dv, c.pad));
+        .map(|(n, v)| tensor(n, true, saved_type(c, on), v.clone(), hq * on.dv));
     let lse = Case::memory("lse", Type::F32, &saved.lse, 1, 0);
-    let delta = Case::memory("delta", Type::F32, &vec![f32::NAN; saved.lse.len()], 1, 0);
+    let none = vec![f32::NAN; saved.lse.len()];
+    let deltas = if delta { saved.deltas(c, on) } else { none };
+    let delta = Case::memory("delta", Type::F32, &deltas, 1, 0);
     let grads = [0, 1, 2].map(|i| {
         let poison = vec![f32::NAN; saved.x[i].len()];
         Case::memory(["dq", "dk", "dv"][i], c.out, &poison, widths[i], c.pad)
@@ -113,7 +168,7 @@ pub fn check(c: &Case, on: &Build, seed: u64) -> [Vec<u8>; 3] {
         let (own, other, tiles) = c.tables(of_q, m);
         (Case::table("own", &own), Case::table("other", &other), own.len() as u32, tiles)
     });
-    let param = |i: usize| TwAttn {
+    let params = [0, 1].map(|i: usize| TwAttn {
         q: inputs[0].addr(),
         k: inputs[1].addr(),
         v: inputs[2].addr(),
@@ -130,30 +185,15 @@ pub fn check(c: &Case, on: &Build, seed: u64) -> [Vec<u8>; 3] {
         dk: grads[1].addr(),
         dv: grads[2].addr(),
         ..c.param(on)
-    };
-    let names = if on.tiles.split { vec!["tw_attn_dk", "tw_attn_dv"] } else { vec!["tw_attn_dkv"] };
-    let kernels: Vec<_> =
-        ["tw_attn_delta", "tw_attn_dq"].into_iter().chain(names).map(|n| on.kernel(n)).collect();
-    let launches = kernels.iter().enumerate().map(|(i, k)| match i {
-        0 => k.grid([(saved.lse.len() as u32).div_ceil(8), 1, 1], [256, 1, 1]).arg(&param(0)),
-        1 => {
-            let threads = 32 * on.tiles.dq.warps as u32;
-            k.grid([tables[0].3 * hq as u32, 1, 1], [threads, 1, 1])
-                .smem(on.dq_smem() as u32)
-                .arg(&param(0))
-        }
-        _ => {
-            let threads = 32 * on.tiles.dkv.warps as u32;
-            k.grid([tables[1].3 * hkv as u32, 1, 1], [threads, 1, 1])
-                .smem(on.dkv_smem() as u32)
-                .arg(&param(1))
-        }
     });
-    let memory = inputs.iter().chain(&grads).chain([&out, &d_out, &lse, &delta, &bias]);
+    let counter = Memory::new("counter", ANY, 4);
+    let launches = launches(&params, counter.addr());
+    let memory = inputs.iter().chain(&grads).chain([&out, &d_out, &lse, &delta, &bias, &counter]);
     let memory = memory.chain(tables.iter().flat_map(|t| [&t.0, &t.1]));
-    let mut run = Run::new(seed).memory(memory).stream(0, launches.collect());
+    let mut run = Run::new(seed).memory(memory).stream(0, launches);
     run.yield_permille = if seed.is_multiple_of(2) { 200 } else { 5 };
     run.go().unwrap_or_else(|e| panic!("{c:?}: {e}"));
+    assert_eq!(counter.read::<u32>(), [0], "{c:?}: the counter of tiles");
     let bytes = grads.each_ref().map(Memory::read::<u8>);
     compare(c, &saved.reference(c, on), &bytes, widths);
     bytes

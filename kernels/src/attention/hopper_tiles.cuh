@@ -1,0 +1,117 @@
+// What the attention kernels for sm_90a share: who takes which tile, rings of slots and stages, loads
+// by ragged maps, and how a warp stores its rows of a tile of sums.
+
+#pragma once
+
+#include "../ptx/bulk.cuh"
+#include "../ptx/cluster.cuh"
+#include "../ptx/tensor.cuh"
+#include "../ptx/wgmma.cuh"
+#include "segments.cuh"
+
+typedef unsigned char u8;
+
+// Segments that a launch may contain: most have one of queries and one of keys.
+enum : u32 { TW_HA_FEW = 4 };
+
+// In which order blocks take tiles, and the segments if they are few: else two kernels would write
+// them to memory first.
+struct TwAttnOrder {
+    u32* counter;  // null, or a word that is zero, of this launch alone while it runs
+    u32 heads;     // so many heads, at least one, are done before others: their keys fit in L2
+    u32 few;       // 1: the segments are these, and those of TwAttn are not read
+    TwSeg own[TW_HA_FEW], other[TW_HA_FEW];
+};
+
+enum : u32 {
+    // Rows of a block's tile: 64 for each of two warpgroups.
+    TW_HA_M = 128,
+    // The outermost coordinate of ragged maps, from which rows count.
+    TW_HA_RAGGED = 1 << 30,
+};
+
+extern __shared__ __align__(1024) unsigned char tw_smem[];
+
+// Which slot or stage of NUM comes next.
+template <u32 NUM> struct TwRing {
+    u32 at, parity;
+
+    __device__ __forceinline__ TwRing() : at(0), parity(0) {}
+
+    __device__ __forceinline__ void advance() {
+        if (++at == NUM) at = 0, parity ^= 1;
+    }
+    __device__ __forceinline__ void wait_full(u64* full) const {
+        while (!mbarrier_try_wait_parity(full + at, parity)) {
+        }
+    }
+    __device__ __forceinline__ void wait_empty(u64* empty) const {
+        while (!mbarrier_try_wait_parity(empty + at, parity ^ 1)) {
+        }
+    }
+};
+
+// Loads D columns of head `head`, of ROWS rows from `row` on, of which `num` are there.
+template <u32 D, u32 ROWS>
+__device__ __forceinline__ void tw_ha_load(u8* to, const TwTensorMap* map, u64* bar, u32 head, u32 row, u32 num) {
+#pragma unroll
+    for (u32 i = 0; i < D / 64; i++)
+        tensor_load_4d(to + i * (ROWS * 128), map, bar, (int)(head * D + 64 * i), (int)(TW_HA_RAGGED - num), (int)(row + num), (int)TW_HA_RAGGED);
+}
+
+// The tile behind `i`, of `num`. The draw that is the launch's last leaves the counter at zero for
+// the next one: there are as many draws as tiles, since each block draws until it gets none.
+__device__ __forceinline__ u32 tw_ha_next(const TwAttnOrder& order, u32 i, u32 num) {
+    if (order.counter == nullptr) return i + gridDim.x;
+    const u32 drawn = atomicAdd(order.counter, 1u);
+    if (drawn == num - 1) atomicExch(order.counter, 0u);
+    return gridDim.x + drawn;
+}
+
+// Rows of one head of a local tensor.
+struct TwRows {
+    u32 row, num, head;
+};
+
+// Stores this warp's 16 rows of a tile of sums, times the factor of their half, through its rows of
+// `slot`, pieces of TW_HA_M rows that nobody else reads any more.
+template <u32 D>
+__device__ __forceinline__ void tw_ha_store_16(const float (&o)[D / 2], const float (&factor)[2], const TwRows& to, u32 type, const TwTensorMap* out,
+                                               u8* slot) {
+    const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    u8* own = slot + warp * (16 * 128);
+#pragma unroll
+    for (u32 j = 0; j < D / 16; j++) {
+        u32 w[4];
+#pragma unroll
+        for (u32 e = 0; e < 4; e++) w[e] = tw_pair(o[8 * j + 2 * e] * factor[e % 2], o[8 * j + 2 * e + 1] * factor[e % 2], type);
+        // Matrices: rows 0-7 and 8-15 of columns 0-7, then of columns 8-15; their 16-byte pieces
+        // lie as the map's swizzle has them.
+        const u32 r = lane % 16, piece = (j % 4 * 2 + lane / 16) ^ (r % 8);
+        stmatrix_x4_b16(own + j / 4 * (TW_HA_M * 128) + r * 128 + piece * 16, w);
+    }
+    fence_proxy_async_shared_cta();
+    __syncwarp();
+    if (lane == 0) {
+#pragma unroll
+        for (u32 i = 0; i < D / 64; i++)
+            tensor_store_4d(out, own + i * (TW_HA_M * 128), (int)(to.head * D + 64 * i), (int)(TW_HA_RAGGED - to.num + 16 * warp),
+                            (int)(to.row + to.num), (int)TW_HA_RAGGED);
+        bulk_commit_group();
+    }
+}
+
+// Stores them in f32 from registers, to rows that are `ld` elements apart: four lanes have 32 bytes
+// of a row.
+template <u32 D>
+__device__ __forceinline__ void tw_ha_store_32(const float (&o)[D / 2], const float (&factor)[2], const TwRows& to, float* out, i64 ld) {
+#pragma unroll
+    for (u32 half = 0; half < 2; half++) {
+        const u32 row = threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4 + 8 * half;
+        float* at = out + (i64)(to.row + row) * ld + to.head * D + threadIdx.x % 4 * 2;
+        if (row >= to.num) continue;
+#pragma unroll
+        for (u32 j = 0; j < D / 8; j++)
+            *(float2*)(at + 8 * j) = make_float2(o[4 * j + 2 * half] * factor[half], o[4 * j + 2 * half + 1] * factor[half]);
+    }
+}
