@@ -13,6 +13,7 @@ macro_rules! files {
 files![
     "attention/backward.cuh",
     "attention/common.cuh",
+    "attention/delta.cuh",
     "attention/forward.cuh",
     "attention/hopper.cuh",
     "attention/hopper_grad.cuh",

@@ -3,7 +3,7 @@
 use tilewire_core::{DType, Result};
 use tilewire_device::Device;
 use tilewire_device::jit::KernelSpec;
-use tilewire_kernels::attention::hopper::SM90_ATTENTION;
+use tilewire_kernels::attention::hopper::{SM90_ATTENTION, SM90_ATTENTION_BWD};
 use tilewire_kernels::attention::{PLAIN_ATTENTION, SM80_ATTENTION};
 use tilewire_kernels::hopper::{Epilogue, HOPPER_GEMM, HOPPER_GROUPED_GEMM};
 use tilewire_kernels::portable::EP_UNEVEN;
@@ -42,13 +42,13 @@ fn specs_of(arch: &str, core: bool, dtype: DType, heads: &[(usize, usize)]) -> V
         _ => true,
     };
     // Plans of one product need one or two of the many variants, each of which takes seconds.
-    let mut others = vec![SM80_ATTENTION.name, PLAIN_ATTENTION.name, SM90_ATTENTION.name];
-    others.push(HOPPER_GEMM.name);
+    let mut others = vec![SM80_ATTENTION, PLAIN_ATTENTION, SM90_ATTENTION, SM90_ATTENTION_BWD];
+    others.push(HOPPER_GEMM);
     if !core {
-        others.push(HOPPER_GROUPED_GEMM.name);
+        others.push(HOPPER_GROUPED_GEMM);
     }
     let mut all = kernel_specs(arch);
-    all.retain(|s| !others.contains(&s.name.as_str()) && s.defines.iter().all(is_of));
+    all.retain(|s| others.iter().all(|o| o.name != s.name) && s.defines.iter().all(is_of));
     let of_heads = heads.iter().flat_map(|&h| units(dtype, h, core));
     all.extend(of_heads.map(|(source, defines)| spec(&source, defines, arch)));
     all

@@ -8,6 +8,7 @@
 
 #pragma once
 
+#include "delta.cuh"
 #include "segments.cuh"
 #include "../ptx/barrier.cuh"
 
@@ -246,19 +247,4 @@ __device__ __forceinline__ u64 tw_drop_seed(const TwAttn& a) {
 __device__ __forceinline__ const float* tw_bias(const TwAttn& a, u32 head, u32 i, u32 j) {
     const u32 h = a.bias_heads == 1 ? 0 : a.first_head + head;
     return a.bias ? a.bias + ((i64)h * a.bias_sq + i) * a.bias_skv + j : nullptr;
-}
-
-// delta = <d_out, out> of one row and head, computed by one warp.
-template <class F> __device__ __forceinline__ void tw_delta(const TwAttn& a, u32 dv, F at) {
-    const u64 i = (u64)blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;
-    if (i >= (u64)a.tokens_q * a.heads_q) return;
-    const u32 row = (u32)(i / a.heads_q), head = (u32)(i % a.heads_q);
-    float sum = 0.0f;
-    for (u32 c = threadIdx.x % 32; c < dv; c += 32) {
-        const i64 e = (i64)row * a.ld_o + head * dv + c;
-        sum = fmaf(at(a.out, e), at(a.d_out, e), sum);
-    }
-#pragma unroll
-    for (u32 by = 16; by > 0; by /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, by);
-    if (threadIdx.x % 32 == 0) a.delta[(i64)head * a.tokens_q + row] = sum;
 }

@@ -10,11 +10,11 @@ pub const SM90_ATTENTION: Source = Source {
     kernels: &["tw_attn_table", "tw_hopper_attn_fwd"],
 };
 
-/// The backward pass by wgmma and TMA, from lse and delta.
+/// The backward pass by wgmma and TMA.
 pub const SM90_ATTENTION_BWD: Source = Source {
     name: "attention/sm90_attention_bwd.cu",
     defines: &[],
-    kernels: &["tw_attn_table", "tw_hopper_attn_dq", "tw_hopper_attn_dkv"],
+    kernels: &["tw_attn_table", "tw_attn_delta", "tw_hopper_attn_dq", "tw_hopper_attn_dkv"],
 };
 
 /// Own rows of a tile: queries, or keys where dk and dv are made.
@@ -84,15 +84,6 @@ impl HopperVariant {
     }
 }
 
-/// A variant of [`SM90_ATTENTION_BWD`].
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct HopperGrad {
-    /// f16 in place of bf16.
-    pub f16: bool,
-    /// Head dimension of q, k, v and out.
-    pub dim: usize,
-}
-
 /// Tiles of the other side, of one kernel of the backward pass.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Others {
@@ -102,25 +93,38 @@ pub struct Others {
     pub stages: usize,
 }
 
+/// A variant of [`SM90_ATTENTION_BWD`].
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct HopperGrad {
+    /// f16 in place of bf16.
+    pub f16: bool,
+    /// Head dimension of q, k, v and out.
+    pub dim: usize,
+    /// Keys that the kernel of dq visits.
+    pub keys: Others,
+    /// Queries that the kernel of dk and dv visits.
+    pub queries: Others,
+}
+
 impl HopperGrad {
     /// Head dimensions of all variants. Wider ones need more registers than there are for both
     /// sums.
     pub const DIMS: [usize; 2] = [128, 64];
 
+    /// Returns the variant of a type and one of the [dimensions](Self::DIMS): tiles as large as
+    /// registers hold, and as many as shared memory does.
+    pub const fn of(f16: bool, dim: usize) -> HopperGrad {
+        let (keys, queries) = if dim > 64 {
+            (Others { rows: 96, stages: 2 }, Others { rows: 64, stages: 3 })
+        } else {
+            (Others { rows: 128, stages: 4 }, Others { rows: 96, stages: 4 })
+        };
+        HopperGrad { f16, dim, keys, queries }
+    }
+
     /// Every variant that a plan may load.
     pub fn all() -> Vec<HopperGrad> {
-        let of = |dim| [false, true].map(|f16| HopperGrad { f16, dim });
-        Self::DIMS.into_iter().flat_map(of).collect()
-    }
-
-    /// Keys that the kernel of dq visits.
-    pub fn keys(&self) -> Others {
-        if self.dim > 64 { Others { rows: 96, stages: 2 } } else { Others { rows: 128, stages: 4 } }
-    }
-
-    /// Queries that the kernel of dk and dv visits.
-    pub fn queries(&self) -> Others {
-        if self.dim > 64 { Others { rows: 64, stages: 3 } } else { Others { rows: 96, stages: 4 } }
+        Self::DIMS.into_iter().flat_map(|dim| [false, true].map(|f16| Self::of(f16, dim))).collect()
     }
 
     /// Two slots of two own tiles, stages of two tiles of others, lse and delta of those that are
@@ -132,18 +136,17 @@ impl HopperGrad {
 
     /// Dynamic shared memory of the kernel of dq, in bytes.
     pub fn dq_shared_bytes(&self) -> u32 {
-        self.shared_bytes(self.keys(), 2 * TILE_M)
+        self.shared_bytes(self.keys, 2 * TILE_M)
     }
 
     /// Dynamic shared memory of the kernel of dk and dv, in bytes.
     pub fn dkv_shared_bytes(&self) -> u32 {
-        let of = self.queries();
-        self.shared_bytes(of, of.stages * of.rows)
+        self.shared_bytes(self.queries, self.queries.stages * self.queries.rows)
     }
 
     /// Definitions for the compiler.
     pub fn defines(&self) -> Vec<(String, u64)> {
-        let (k, q) = (self.keys(), self.queries());
+        let (k, q) = (self.keys, self.queries);
         let pairs = [
             ("TW_ATTN_TYPE", u64::from(self.f16)),
             ("TW_ATTN_DQK", self.dim as u64),

@@ -28,10 +28,7 @@ extern "C" __global__ void __launch_bounds__(TW_F_THREADS) tw_attn_fwd(const __g
 
 // delta = <d_out, out>, for the other backward kernels: a warp for each row and head, 256 threads.
 extern "C" __global__ void __launch_bounds__(256) tw_attn_delta(const __grid_constant__ TwAttn a) {
-    tw_delta(a, TW_DV, [](const void* p, i64 e) {
-        const u16 h = ((const u16*)p)[e];
-        return TW_ATTN_TYPE == 0 ? __uint_as_float((u32)h << 16) : cvt_f32_f16(h);
-    });
+    tw_delta_16(a, TW_DV);
 }
 
 // With extras the bound is one block: without it ptxas spills to reach a higher occupancy.

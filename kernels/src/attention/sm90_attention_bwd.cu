@@ -1,7 +1,6 @@
 // Attention backward on sm_90a by wgmma and TMA: dq, and dk with dv, of 16-bit types.
 //
-// Shapes, segments, masks and conventions are those of sm80_attention.cu, as are lse and delta,
-// which are there. TW_ATTN_DQK and TW_ATTN_DV are 64 or 128; softcap, bias, dropout and scales that
+// Shapes, segments, masks and conventions are those of sm80_attention.cu; lse is there. TW_ATTN_DQK and TW_ATTN_DV are 64 or 128; softcap, bias, dropout and scales that
 // are not positive are left to that unit. `out` and d_out have the inputs' type; gradients that of
 // TwAttn::out_type. Tables of own segments have tiles of TW_HA_M rows.
 //
@@ -17,7 +16,13 @@
 // Algorithm: FlashAttention-3 (Shah et al., 2024), but that dq is a kernel of its own, so that no
 // sum needs turns or atomics: seven products in place of five. hopper_grad.cuh says how.
 
+#include "delta.cuh"
 #include "hopper_grad.cuh"
+
+// delta = <d_out, out>, for the other kernels: a warp for each row and head, 256 threads.
+extern "C" __global__ void __launch_bounds__(256) tw_attn_delta(const __grid_constant__ TwAttn a) {
+    tw_delta_16(a, TW_ATTN_DV);
+}
 
 extern "C" __global__ void __launch_bounds__(TW_HB_THREADS, 1)
 tw_hopper_attn_dq(const __grid_constant__ TwAttn a, const __grid_constant__ TwAttnOrder order, const __grid_constant__ TwTensorMap q,

@@ -53,21 +53,6 @@ impl Saved {
         Self { x, out, d_out, lse, pairs }
     }
 
-    /// delta of all rows that belong to a sequence.
-    fn deltas(&self, c: &Case, on: &Build) -> Vec<f32> {
-        let (hq, rows) = (c.heads.0, Case::rows(&c.q));
-        let mut all = Vec::new();
-        for (h, r) in (0..hq).flat_map(|h| (0..rows).map(move |r| (h, r))) {
-            let at = (r * hq + h) * on.dv;
-            all.push(dot(&self.d_out[at..][..on.dv], &self.out[at..]) as f32);
-        }
-        for (seg, _) in c.segs(true).into_iter().filter(|(_, seq)| seq.is_none()) {
-            let gap = seg.row as usize..(seg.row + seg.len) as usize;
-            (0..hq).for_each(|h| all[h * rows..][gap.clone()].fill(f32::NAN));
-        }
-        all
-    }
-
     /// dq, dk, dv, and how far each element may be off.
     fn reference(&self, c: &Case, on: &Build) -> [Bounded; 3] {
         let ((hq, hkv), rows, (u, _)) = (c.heads, Case::rows(&c.q), Case::narrow(on).roundoff());
@@ -117,7 +102,7 @@ pub fn check(c: &Case, on: &Build, seed: u64) -> [Vec<u8>; 3] {
     let kernels: Vec<_> =
         ["tw_attn_delta", "tw_attn_dq"].into_iter().chain(names).map(|n| on.kernel(n)).collect();
     let [dq_threads, dkv_threads] = [on.tiles.dq, on.tiles.dkv].map(|t| 32 * t.warps as u32);
-    check_by(c, on, seed, false, |[of_q, of_kv], _| {
+    check_by(c, on, seed, |[of_q, of_kv], _| {
         let launch = |i: usize| match i {
             0 => kernels[0].grid([(of_q.tokens_q * hq).div_ceil(8), 1, 1], [256, 1, 1]).arg(of_q),
             1 => kernels[1]
@@ -134,12 +119,11 @@ pub fn check(c: &Case, on: &Build, seed: u64) -> [Vec<u8>; 3] {
 }
 
 /// The same by the launches that are made of the parameters, over queries and over keys, and a
-/// word that is zero, and must be zero at the end; `delta`: it is there, and no launch makes it.
+/// word that is zero, and must be zero at the end.
 pub fn check_by<'a>(
     c: &Case,
     on: &Build,
     seed: u64,
-    delta: bool,
     launches: impl FnOnce(&[TwAttn; 2], u64) -> Vec<Launch<'a>>,
 ) -> [Vec<u8>; 3] {
     let (saved, t, (hq, hkv)) = (Saved::new(c, on), Case::narrow(on), c.heads);
@@ -156,9 +140,7 @@ pub fn check_by<'a>(
     let [out, d_out] = [("out", &saved.out), ("d_out", &saved.d_out)]
         .map(|(n, v)| tensor(n, true, saved_type(c, on), v.clone(), hq * on.dv));
     let lse = Case::memory("lse", Type::F32, &saved.lse, 1, 0);
-    let none = vec![f32::NAN; saved.lse.len()];
-    let deltas = if delta { saved.deltas(c, on) } else { none };
-    let delta = Case::memory("delta", Type::F32, &deltas, 1, 0);
+    let delta = Case::memory("delta", Type::F32, &vec![f32::NAN; saved.lse.len()], 1, 0);
     let grads = [0, 1, 2].map(|i| {
         let poison = vec![f32::NAN; saved.x[i].len()];
         Case::memory(["dq", "dk", "dv"][i], c.out, &poison, widths[i], c.pad)

@@ -3,6 +3,8 @@
 use std::collections::HashMap;
 use std::sync::{LazyLock, Mutex};
 
+use bytemuck::Zeroable;
+
 use tilewire_kernels::abi::{TwAttn, TwAttnOrder, TwTensorMap};
 use tilewire_kernels::attention::Tile;
 use tilewire_kernels::attention::hopper::{
@@ -46,8 +48,8 @@ pub fn lib(v: &HopperGrad) -> &'static Lib {
     libs.entry(format!("{v:?}")).or_insert_with(|| load(SM90_ATTENTION_BWD.emu_text(), v))
 }
 
-pub const D128: HopperGrad = HopperGrad { f16: false, dim: 128 };
-pub const D64: HopperGrad = HopperGrad { f16: false, dim: 64 };
+pub const D128: HopperGrad = HopperGrad::of(false, 128);
+pub const D64: HopperGrad = HopperGrad::of(false, 64);
 
 /// Maps of boxes of so many rows: of q, d_out and dq, or of k, v, dk and dv.
 fn maps_of_queries(c: &Case, d: usize, p: &TwAttn, rows: usize) -> [TwTensorMap; 3] {
@@ -63,10 +65,10 @@ fn maps_of_keys(c: &Case, d: usize, p: &TwAttn, rows: usize) -> [TwTensorMap; 4]
         .map(|(at, ld, rows)| ragged(at, width, ld, rows))
 }
 
-/// Runs both kernels of the library; the bytes of dq, dk and dv.
+/// Runs the kernels of the library; the bytes of dq, dk and dv.
 pub fn check_on(lib: &'static Lib, c: &Case, v: &HopperGrad, how: How, seed: u64) -> [Vec<u8>; 3] {
     let tile = |m, n| Tile { m: m as u64, n: n as u64, warps: 12 };
-    let (dq, dkv) = (tile(TILE_M, v.keys().rows), tile(v.queries().rows, TILE_M));
+    let (dq, dkv) = (tile(TILE_M, v.keys.rows), tile(v.queries.rows, TILE_M));
     let on = Build {
         lib: Some(lib),
         input: if v.f16 { Type::F16 } else { Type::Bf16 },
@@ -75,8 +77,9 @@ pub fn check_on(lib: &'static Lib, c: &Case, v: &HopperGrad, how: How, seed: u64
         dv: v.dim,
         tiles: Tiles { fwd: dq, dq, dkv, split: false, pairs: false },
     };
-    let kernels = ["tw_hopper_attn_dq", "tw_hopper_attn_dkv"].map(|n| on.kernel(n));
-    check_by(c, &on, seed, true, |[of_q, of_kv], counter| {
+    let kernels =
+        ["tw_hopper_attn_dq", "tw_hopper_attn_dkv", "tw_attn_delta"].map(|n| on.kernel(n));
+    check_by(c, &on, seed, |[of_q, of_kv], counter| {
         let counter = if how.counted { counter } else { 0 };
         let order = TwAttnOrder { counter, heads: how.heads, ..TwAttnOrder::zeroed() };
         let grid = |i: usize, smem: u32, p: &TwAttn| {
@@ -84,14 +87,16 @@ pub fn check_on(lib: &'static Lib, c: &Case, v: &HopperGrad, how: How, seed: u64
             launch.arg(p).arg(&order)
         };
         let [q, d_out, dq] = maps_of_queries(c, v.dim, of_q, TILE_M);
-        let [k, v_, ..] = maps_of_keys(c, v.dim, of_q, v.keys().rows);
+        let [k, v_, ..] = maps_of_keys(c, v.dim, of_q, v.keys.rows);
         let first = grid(0, v.dq_shared_bytes(), of_q);
         let first = [q, d_out, k, v_, dq].iter().fold(first, |l, m| l.arg(m));
-        let [q, d_out, _] = maps_of_queries(c, v.dim, of_kv, v.queries().rows);
+        let [q, d_out, _] = maps_of_queries(c, v.dim, of_kv, v.queries.rows);
         let [k, v_, dk, dv] = maps_of_keys(c, v.dim, of_kv, TILE_M);
         let second = grid(1, v.dkv_shared_bytes(), of_kv);
         let second = [k, v_, q, d_out, dk, dv].iter().fold(second, |l, m| l.arg(m));
-        vec![first, second]
+        let warps = of_q.tokens_q * of_q.heads_q;
+        let delta = kernels[2].grid([warps.div_ceil(8), 1, 1], [256, 1, 1]).arg(of_q);
+        vec![delta, first, second]
     })
 }
 

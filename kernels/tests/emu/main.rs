@@ -9,6 +9,7 @@ mod attention_fwd;
 mod attention_grad;
 mod attention_hopper;
 mod attention_hopper_grad;
+mod attention_hopper_grad_mutants;
 mod attention_hopper_mutants;
 mod attention_mutants;
 mod bulk_copies;
@@ -102,6 +103,7 @@ fn all_tests() -> Vec<Test> {
         attention_grad::TESTS,
         attention_hopper::TESTS,
         attention_hopper_grad::TESTS,
+        attention_hopper_grad_mutants::TESTS,
         attention_hopper_mutants::TESTS,
         attention_mutants::TESTS,
         reduce::TESTS,

@@ -346,6 +346,7 @@ mod tests {
             "SM80_GEMM",
             "SM80_GROUPED_GEMM",
             "SM90_ATTENTION",
+            "SM90_ATTENTION_BWD",
         ];
         assert_eq!(
             loaded.into_iter().collect::<Vec<_>>(),

@@ -19,7 +19,7 @@ use crate::common::cuda::load;
 
 /// Bytes of the L2 cache that keys and values of the heads which are done together may take, of
 /// the 50 MB of an H100.
-const L2_BYTES: usize = 40 << 20;
+pub(super) const L2_BYTES: usize = 40 << 20;
 
 /// `TwAttn::out_type` of f16.
 const OUT_F16: u32 = 1;
@@ -41,8 +41,22 @@ pub(super) fn unfit(d: &AttentionDesc) -> Option<String> {
     lacks.iter().find(|(it, _)| *it).map(|(_, what)| format!("it has no {what}"))
 }
 
+/// The map of a tensor of rows of `cols` elements, `ld` apart, by boxes of `rows` of them.
+pub(super) fn map(dtype: DType, cols: usize, ld: i64, rows: usize) -> TensorMapDesc {
+    TensorMapDesc {
+        swizzle: MapSwizzle::B128,
+        promotion: MapPromotion::B256,
+        ..TensorMapDesc::ragged(dtype, cols, ld as usize * 2, [rows, BOX_COLS])
+    }
+}
+
+/// Returns the type of the maps of results. Those of f32 are stored without: any will do.
+pub(super) fn stored(p: &TwAttn) -> DType {
+    if p.out_type == OUT_F16 { DType::F16 } else { DType::BF16 }
+}
+
 /// The query heads that are done together: those of as many key heads as fit in L2.
-fn together(d: &AttentionDesc, tokens_kv: usize) -> u32 {
+pub(super) fn together(d: &AttentionDesc, tokens_kv: usize) -> u32 {
     let head = tokens_kv.max(1) * (d.dqk + d.dv) * d.dtype.size();
     let heads = (L2_BYTES / head).max(1) * (d.heads_q / d.heads_kv);
     heads.min(d.heads_q).max(1) as u32
@@ -136,19 +150,10 @@ impl Hopper {
     /// The tensor maps of q, k, v and out, as `attention/sm90_attention.cu` wants them.
     fn maps(&self, d: &AttentionDesc, p: &TwAttn) -> Result<[RawTensorMap; 4]> {
         let keys = self.variant.keys();
-        let map = |cols: usize, ld: i64, rows: usize| TensorMapDesc {
-            swizzle: MapSwizzle::B128,
-            promotion: MapPromotion::B256,
-            ..TensorMapDesc::ragged(d.dtype, cols, ld as usize * 2, [rows, BOX_COLS])
-        };
-        let q = map(d.heads_q * d.dqk, p.ld_q, TILE_M);
-        let k = map(d.heads_kv * d.dqk, p.ld_k, keys);
-        let v = map(d.heads_kv * d.dv, p.ld_v, keys);
-        let out = TensorMapDesc {
-            // An output of f32 is stored without its map: any will do.
-            dtype: if p.out_type == OUT_F16 { DType::F16 } else { DType::BF16 },
-            ..map(d.heads_q * d.dv, p.ld_o, STORE_ROWS)
-        };
+        let q = map(d.dtype, d.heads_q * d.dqk, p.ld_q, TILE_M);
+        let k = map(d.dtype, d.heads_kv * d.dqk, p.ld_k, keys);
+        let v = map(d.dtype, d.heads_kv * d.dv, p.ld_v, keys);
+        let out = map(stored(p), d.heads_q * d.dv, p.ld_o, STORE_ROWS);
         // Without a row of keys they have no address, and nothing is read.
         let or_q = |addr: u64| if addr == 0 { p.q } else { addr };
         let any = usize::MAX;

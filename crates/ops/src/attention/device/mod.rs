@@ -1,9 +1,10 @@
-//! Attention on CUDA devices, by the portable kernels (`kernels/src/attention`), and forward by
-//! that for sm_90a where it is asked for.
+//! Attention on CUDA devices, by the portable kernels (`kernels/src/attention`), and by those for
+//! sm_90a where they are asked for.
 
 mod forward;
 mod fp8;
 mod hopper;
+mod hopper_grad;
 mod merge;
 mod queue;
 

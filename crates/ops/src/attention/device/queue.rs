@@ -14,6 +14,7 @@ use super::forward::{
 };
 use super::fp8::{Wide, kernel_desc};
 use super::hopper::{self, Hopper};
+use super::hopper_grad::{self, Gradients};
 use crate::attention::desc::bound;
 use crate::attention::launch::Given;
 use crate::attention::table::{number_tiles, whole};
@@ -27,11 +28,18 @@ pub(crate) fn part(p: TwAttn, out: u64, lse: u64) -> TwAttn {
     TwAttn { out, lse, out_type: code(DType::F32), ..p }
 }
 
+/// The kernels of the gradients of q, k and v.
+enum Make {
+    /// Of dq, and of dk and dv, together or one after the other.
+    Portable(Tiled, Vec<Tiled>),
+    Hopper(Gradients),
+}
+
 struct Backward {
     delta: Kernel,
-    dq: Tiled,
-    /// dk and dv, together or one after the other.
-    dkv: Vec<Tiled>,
+    make: Make,
+    /// What is used, for people, where it was asked for.
+    name: Option<String>,
     /// Type of dk and dv.
     dkv_type: u32,
     bias_and_sink: Option<(Kernel, Kernel)>,
@@ -94,18 +102,28 @@ fn fitting_segs(d: &AttentionDesc, pieces: (usize, usize)) -> Result<usize> {
 }
 
 impl Backward {
-    fn new(ctx: &CudaContext, d: &AttentionDesc, needs: &Needs) -> Result<Self> {
-        // The matrix kernels read an output and its gradient of the inputs' type.
-        let v = variant(d, extra(d)).filter(|_| d.out == d.dtype);
-        let (delta, dq, dkv) = match fitting(ctx, v, Variant::backward_bytes)? {
-            Some(v) => Self::tiled(ctx, v)?,
-            None => {
-                let p = plain(d);
-                let defines = if needs.dkv == d.out { p.defines() } else { p.parts() };
-                let m = load(ctx, &PLAIN_ATTENTION, defines)?;
-                let rows = |name| Tiled::new(m.kernel(name)?, PLAIN_ROWS, ROWS, 0);
-                (m.kernel("tw_attn_delta")?, rows("tw_attn_dq")?, vec![rows("tw_attn_dkv")?])
+    fn new(
+        ctx: &CudaContext,
+        d: &AttentionDesc,
+        needs: &Needs,
+        backend: AttnBackend,
+    ) -> Result<Self> {
+        let (delta, make, name) = if backend == AttnBackend::Hopper {
+            match hopper_grad::unfit(d) {
+                None => {
+                    let g = Gradients::new(ctx, d)?;
+                    let name = g.name();
+                    (g.delta.clone(), Make::Hopper(g), Some(name))
+                }
+                Some(why) => {
+                    let (delta, make) = Self::portable(ctx, d, needs)?;
+                    let name = format!("the portable kernels, as to those for sm_90a {why}");
+                    (delta, make, Some(name))
+                }
             }
+        } else {
+            let (delta, make) = Self::portable(ctx, d, needs)?;
+            (delta, make, None)
         };
         let bias_and_sink = match d.bias.is_some() || d.sink {
             false => None,
@@ -115,17 +133,39 @@ impl Backward {
             }
         };
         let (delta_memory, dkv_type) = (workspace(ctx, 4 * needs.queries)?, code(needs.dkv));
-        Ok(Self { delta, dq, dkv, dkv_type, bias_and_sink, delta_memory })
+        Ok(Self { delta, make, name, dkv_type, bias_and_sink, delta_memory })
     }
 
-    fn tiled(ctx: &CudaContext, v: Variant) -> Result<(Kernel, Tiled, Vec<Tiled>)> {
+    fn portable(ctx: &CudaContext, d: &AttentionDesc, needs: &Needs) -> Result<(Kernel, Make)> {
+        // The matrix kernels read an output and its gradient of the inputs' type.
+        let v = variant(d, extra(d)).filter(|_| d.out == d.dtype);
+        if let Some(v) = fitting(ctx, v, Variant::backward_bytes)? {
+            return Self::tiled(ctx, v);
+        }
+        let p = plain(d);
+        let defines = if needs.dkv == d.out { p.defines() } else { p.parts() };
+        let m = load(ctx, &PLAIN_ATTENTION, defines)?;
+        let rows = |name| Tiled::new(m.kernel(name)?, PLAIN_ROWS, ROWS, 0);
+        let make = Make::Portable(rows("tw_attn_dq")?, vec![rows("tw_attn_dkv")?]);
+        Ok((m.kernel("tw_attn_delta")?, make))
+    }
+
+    /// Returns the rows of a tile of queries, and of keys.
+    fn rows(&self) -> (u64, u64) {
+        match &self.make {
+            Make::Portable(dq, dkv) => (dq.rows, dkv.first().map_or(1, |k| k.rows)),
+            Make::Hopper(g) => (g.rows(), g.rows()),
+        }
+    }
+
+    fn tiled(ctx: &CudaContext, v: Variant) -> Result<(Kernel, Make)> {
         let m = load(ctx, &SM80_ATTENTION, v.defines())?;
         let (q, kv) = (v.dq(), v.dkv());
         let names: &[_] = if v.split() { &["tw_attn_dk", "tw_attn_dv"] } else { &["tw_attn_dkv"] };
         let make = |n: &&'static str| Tiled::new(m.kernel(n)?, kv.n, kv, v.dkv_shared_bytes());
         let dkv = names.iter().map(make).collect::<Result<Vec<_>>>()?;
         let dq = Tiled::new(m.kernel("tw_attn_dq")?, q.m, q, v.dq_shared_bytes())?;
-        Ok((m.kernel("tw_attn_delta")?, dq, dkv))
+        Ok((m.kernel("tw_attn_delta")?, Make::Portable(dq, dkv)))
     }
 }
 
@@ -134,6 +174,8 @@ struct Side {
     at: u64,
     num: u32,
     tiles: u32,
+    /// Of all segments.
+    rows: usize,
 }
 
 /// The tables of a backward pass.
@@ -168,7 +210,7 @@ impl Prepared {
         let segs = fitting_segs(d, needs.pieces)?;
         Ok(Self {
             forward: Forward::new(ctx, d, needs.out, backend)?,
-            backward: Backward::new(ctx, d, needs)?,
+            backward: Backward::new(ctx, d, needs, backend)?,
             tables: Tables {
                 memory: workspace(ctx, 3 * segs * size_of::<TwSeg>())?,
                 capacity: segs,
@@ -180,7 +222,8 @@ impl Prepared {
     /// Returns how it is computed, in words.
     pub fn explain(&self) -> String {
         let fp8 = if self.wide.is_some() { ", FP8 widened to f32" } else { "" };
-        format!("CUDA, {}{fp8}", self.forward.name)
+        let backward = self.backward.name.iter().map(|n| format!("; backward {n}"));
+        format!("CUDA, {}{fp8}{}", self.forward.name, backward.collect::<String>())
     }
 
     /// Queues the writing of table `which`.
@@ -209,7 +252,8 @@ impl Prepared {
             // inside of the tables (checked above), which are `held` until the kernel has run.
             unsafe { self.forward.table.launch(stream, Grid::new(1, TABLE as u32), args)? };
         }
-        Ok(Side { at, num: segs.len() as u32, tiles })
+        let rows = segs.iter().map(|s| s.len as usize).sum();
+        Ok(Side { at, num: segs.len() as u32, tiles, rows })
     }
 
     /// Returns what queued kernels refer to.
@@ -258,7 +302,6 @@ impl Prepared {
         (mut q, kv): (Vec<TwSeg>, Vec<TwSeg>),
     ) -> Result<()> {
         aligned(d, &[("q", p.q), ("k", p.k), ("v", p.v), ("out", p.out)])?;
-        let tokens_kv = kv.iter().map(|s| s.len as usize).sum();
         if let Attend::Hopper(h) = &self.forward.attend
             && Hopper::takes_few([&q, &kv])
         {
@@ -266,6 +309,7 @@ impl Prepared {
             if tiles == 0 || p.heads_q == 0 {
                 return Ok(());
             }
+            let tokens_kv = kv.iter().map(|s| s.len as usize).sum();
             let p = TwAttn { num_own: q.len() as u32, tiles, ..*p };
             // SAFETY: as below; the launch contains its segments.
             return unsafe { h.launch(stream, d, (&p, tokens_kv), Some([&q, &kv])) };
@@ -280,7 +324,7 @@ impl Prepared {
                 // SAFETY: what `p` points to was checked against the description (shapes, types,
                 // the same device), begins at multiples of 16 bytes (`aligned`), and is held by
                 // the stream (`held`); tables are made of the launch's own rows.
-                unsafe { h.launch(stream, d, (&p, tokens_kv), None) }
+                unsafe { h.launch(stream, d, (&p, other.rows), None) }
             }
         }
     }
@@ -311,9 +355,9 @@ impl Prepared {
 
     /// Queues the tables of a backward pass. They serve until the next ones are queued.
     pub fn tables(&self, stream: &CudaStream, (q, kv): (Vec<TwSeg>, Vec<TwSeg>)) -> Result<Sides> {
-        let b = &self.backward;
-        let keys = self.write(stream, 2, kv, b.dkv.first().map_or(1, |k| k.rows))?;
-        Ok(Sides { keys, queries: self.write(stream, 1, q, b.dq.rows)? })
+        let (of_q, of_kv) = self.backward.rows();
+        let keys = self.write(stream, 2, kv, of_kv)?;
+        Ok(Sides { keys, queries: self.write(stream, 1, q, of_q)? })
     }
 
     /// Queues dk and dv of every row of keys of the tables, from tensors that are held; `delta` is
@@ -328,8 +372,19 @@ impl Prepared {
         aligned(d, &[("q", p.q), ("k", p.k), ("v", p.v), ("d_out", p.d_out)])?;
         aligned(d, &[("dk", p.dk), ("dv", p.dv)])?;
         let p = TwAttn { out_type: self.backward.dkv_type, ..*p };
-        let dkv = |k| launch(stream, k, p.heads_kv, &p, (&t.keys, &t.queries));
-        self.backward.dkv.iter().try_for_each(dkv)
+        match &self.backward.make {
+            Make::Portable(_, dkv) => dkv
+                .iter()
+                .try_for_each(|k| launch(stream, k, p.heads_kv, &p, (&t.keys, &t.queries))),
+            Make::Hopper(_) if t.keys.tiles == 0 => Ok(()),
+            Make::Hopper(g) => {
+                let p = with_tables(&p, (&t.keys, &t.queries));
+                // SAFETY: what `p` points to was checked against the description (shapes, types,
+                // the same device), begins at multiples of 16 bytes (`aligned`), and is held by
+                // the stream (`held`); tables are made of the launch's own rows.
+                unsafe { g.launch_dkv(stream, d, (&p, t.queries.rows)) }
+            }
+        }
     }
 
     /// Queues dq of every row of queries, and what these contribute to the gradients of bias and
@@ -342,7 +397,15 @@ impl Prepared {
         t: &Sides,
     ) -> Result<()> {
         aligned(d, &[("q", p.q), ("k", p.k), ("v", p.v), ("d_out", p.d_out), ("dq", p.dq)])?;
-        launch(stream, &self.backward.dq, p.heads_q, p, (&t.queries, &t.keys))?;
+        match &self.backward.make {
+            Make::Portable(dq, _) => launch(stream, dq, p.heads_q, p, (&t.queries, &t.keys))?,
+            Make::Hopper(_) if t.queries.tiles == 0 => (),
+            Make::Hopper(g) => {
+                let p = with_tables(p, (&t.queries, &t.keys));
+                // SAFETY: as of the kernel in `keys`.
+                unsafe { g.launch_dq(stream, d, (&p, t.keys.rows))? }
+            }
+        }
         let (own, other, num_own) = (t.queries.at, t.keys.at, t.queries.num);
         self.bias_and_sink(stream, d, TwAttn { own, other, num_own, ..*p })
     }

@@ -1,0 +1,132 @@
+//! `attention/sm90_attention_bwd.cu`, broken on purpose: every mutant must fail its scenario.
+
+use tilewire_kernels::attention::hopper::{HopperGrad, Others, SM90_ATTENTION_BWD};
+
+use crate::attention::{Case, case};
+use crate::attention_hopper::How;
+use crate::attention_hopper_grad::{D64, D128, check_on, load};
+use crate::gemm::Type;
+use crate::host::Lib;
+use crate::planted::{Scenario, all_are_killed};
+use crate::{Test, scenarios, tests};
+
+pub const TESTS: &[Test] = tests![
+    hopper_grad_scenarios,
+    hopper_grad_load_mutants,
+    hopper_grad_order_mutants,
+    hopper_grad_multiply_mutants,
+    hopper_grad_slope_mutants,
+    hopper_grad_end_mutants,
+];
+
+/// Small tiles of the other side: few rows go round all stages.
+const FEW: Others = Others { rows: 32, stages: 2 };
+const SMALL: HopperGrad = HopperGrad { keys: FEW, queries: FEW, ..D64 };
+const WIDE: HopperGrad = HopperGrad { keys: FEW, queries: FEW, ..D128 };
+
+fn one_block(seed: u64) -> How {
+    How { blocks: 1, heads: 1 + (seed % 2) as u32, counted: seed.is_multiple_of(2) }
+}
+
+fn run(lib: &'static Lib, c: &Case, seed: u64) {
+    check_on(lib, c, &SMALL, one_block(seed), seed);
+}
+
+/// More tiles of the other side than stages, two own tiles of each side.
+fn long_rows(lib: &'static Lib) {
+    let c = Case { out: Type::Bf16, heads: (1, 1), ..case(130, 170) };
+    (0..4).for_each(|seed| run(lib, &c, seed));
+}
+
+/// One tile of the other side for each of many own tiles.
+fn short_rows(lib: &'static Lib) {
+    let c = Case { out: Type::Bf16, heads: (4, 4), ..case(30, 20) };
+    (0..6).for_each(|seed| run(lib, &c, seed));
+}
+
+/// A block of two tiles, whose end comes right behind them: with others, and of no sequence.
+fn two_tiles(lib: &'static Lib) {
+    for c in [case(1, 1), Case::packed(&[(0, 0)])] {
+        (0..8).for_each(|seed| run(lib, &Case { heads: (2, 2), ..c.clone() }, seed));
+    }
+}
+
+fn masks(lib: &'static Lib) {
+    let c = Case { heads: (1, 1), out: Type::F32, ..case(160, 240) };
+    run(lib, &c.clone().causal(), 1);
+    // The first visible row of the first own row is the last of a tile, and the last one of the
+    // last own row the first of a tile: of queries and of keys.
+    run(lib, &c.clone().window(49, 17), 2);
+    run(lib, &c.window(3, 40), 3);
+    // The first rows see no key.
+    run(lib, &Case { heads: (1, 1), ..case(160, 60) }.causal(), 4);
+}
+
+fn packed(lib: &'static Lib) {
+    let lens = [(40, 40), (0, 10), (140, 5), (3, 150), (10, 0)];
+    let c = Case { heads: (4, 2), ..Case::packed(&lens) };
+    run(lib, &c, 1);
+    run(lib, &Case { sink: true, out: Type::F16, ..c }.causal(), 2);
+}
+
+/// Scores so far below 0 that a product of 0 beside them would have an infinite probability.
+fn far_scores(lib: &'static Lib) {
+    let c = Case { heads: (1, 1), scale: 40.0, out: Type::F32, ..case(130, 1) };
+    run(lib, &c, 1);
+}
+
+/// Tiles of five heads, by several blocks.
+fn orders(lib: &'static Lib) {
+    let c = Case { heads: (5, 5), out: Type::Bf16, ..case(140, 20) };
+    for (blocks, heads, counted) in [(1, 2, true), (4, 3, true), (2, 2, false)] {
+        check_on(lib, &c, &SMALL, How { blocks, heads, counted }, u64::from(blocks));
+    }
+}
+
+/// Two pieces of 64 columns, by the text that `lib` was made of.
+fn wide_heads(lib: &'static Lib) {
+    let lib = load(lib.text().to_owned(), &WIDE);
+    let c = Case { out: Type::Bf16, heads: (1, 1), ..case(70, 90) };
+    check_on(lib, &c, &WIDE, one_block(1), 1);
+}
+
+/// What fails with a mutant must pass without.
+fn hopper_grad_scenarios() {
+    let lib = base(SM90_ATTENTION_BWD.emu_text());
+    let all = [long_rows, short_rows, two_tiles, masks, packed, far_scores, orders, wide_heads];
+    all.iter().for_each(|f| f(lib));
+}
+
+fn base(text: String) -> &'static Lib {
+    load(text, &SMALL)
+}
+
+fn killed(of: (&str, &str), scenarios: &[Scenario]) {
+    all_are_killed(&SM90_ATTENTION_BWD.emu_text(), base, of, scenarios);
+}
+
+fn hopper_grad_load_mutants() {
+    killed(
+        ("attention/sm90_attention_bwd", "load"),
+        scenarios![long_rows, short_rows, two_tiles, packed, masks],
+    );
+}
+
+fn hopper_grad_order_mutants() {
+    killed(("attention/sm90_attention_bwd", "order"), scenarios![orders, packed, masks]);
+}
+
+fn hopper_grad_multiply_mutants() {
+    killed(
+        ("attention/sm90_attention_bwd", "multiply"),
+        scenarios![long_rows, short_rows, wide_heads, packed],
+    );
+}
+
+fn hopper_grad_slope_mutants() {
+    killed(("attention/sm90_attention_bwd", "slope"), scenarios![long_rows, masks, far_scores]);
+}
+
+fn hopper_grad_end_mutants() {
+    killed(("attention/sm90_attention_bwd", "end"), scenarios![short_rows, packed, wide_heads]);
+}
