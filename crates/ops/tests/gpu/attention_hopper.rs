@@ -1,4 +1,4 @@
-//! The forward pass of attention for sm_90a against the oracle: on a GPU, or an emulated device.
+//! Attention for sm_90a against the oracle, forward and backward: on a GPU, or an emulated device.
 
 use tilewire_core::DType;
 use tilewire_ops::attention::{
@@ -11,17 +11,25 @@ use crate::common::Gpu;
 use crate::driver::Driver;
 use crate::hopper::{hopper, is_emulated};
 
+/// What the plan says of the backward pass.
+const BACKWARD: &str = "; backward the kernels for sm_90a";
+const PORTABLE: &str = "; backward the portable kernels (not those for sm_90a: ";
+
 fn run(g: &Gpu, d: &AttentionDesc) {
     let explain = run_by(g, d, AttnBackend::Hopper);
-    assert!(explain.contains("sm_90a"), "{explain}");
+    let (forward, _) = explain.split_once("; backward").unwrap();
+    assert!(forward.contains("the kernel for sm_90a"), "{explain}");
+    let has = d.dqk == d.dv && d.dqk <= 128 && d.out == d.dtype;
+    assert!(explain.contains(if has { BACKWARD } else { PORTABLE }), "{explain}");
 }
 
-/// An emulated device takes its time, most of it for the backward pass.
 #[test]
 fn attention_for_sm_90a_of_masks_lengths_and_dimensions() {
     let Some(g) = hopper() else { return };
     if is_emulated() {
         run(&g, &base(65, 128, DType::BF16, AttnMask::CAUSAL));
+        // Gradients of f32 are made by other kernels.
+        run(&g, &AttentionDesc { out: DType::F32, ..base(33, 64, DType::BF16, AttnMask::FULL) });
         return run(&g, &base(131, 64, DType::F16, AttnMask::window(70, 3)));
     }
     for dtype in [DType::BF16, DType::F16] {
@@ -57,9 +65,11 @@ fn attention_for_sm_90a_of_packed_rows_and_sinks() {
             run(&g, &AttentionDesc { mask: AttnMask::window(50, 20), ..packed });
         }
     }
-    let none = Sequences::packed(&[0, 40], &[0, 0]).unwrap();
-    let none = AttentionDesc { sequences: none, ..base(1, 64, DType::BF16, AttnMask::FULL) };
-    run(&g, &none);
+    for (q, kv) in [(40, 0), (0, 40)] {
+        let sequences = Sequences::packed(&[0, q], &[0, kv]).unwrap();
+        let d = base(1, 64, DType::BF16, AttnMask::FULL);
+        run(&g, &AttentionDesc { sequences, ..d });
+    }
 }
 
 #[test]

@@ -117,7 +117,7 @@ impl Backward {
                 }
                 Some(why) => {
                     let (delta, make) = Self::portable(ctx, d, needs)?;
-                    let name = format!("the portable kernels, as to those for sm_90a {why}");
+                    let name = format!("the portable kernels (not those for sm_90a: {why})");
                     (delta, make, Some(name))
                 }
             }
