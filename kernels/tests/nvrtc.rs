@@ -125,8 +125,8 @@ fn expected(s: &Source, defines: &[(String, u64)], name: &str) -> Counts {
         // Each product stands in one place: of scores and of the gradients of probabilities, then
         // those that make sums.
         return match name {
-            "tw_hopper_attn_dq" => [2 * v.dim / 16, v.keys.rows / 16, 2, 0, 0],
-            _ => [2 * v.dim / 16, 2 * v.queries.rows / 16, 2, 0, 0],
+            "tw_hopper_attn_dq" => [(v.dqk + v.dv) / 16, v.keys.rows / 16, 2, 0, 0],
+            _ => [(v.dqk + v.dv) / 16, 2 * v.queries.rows / 16, 2, 0, 0],
         };
     }
     if s.name != SM90_ATTENTION.name {

@@ -98,8 +98,10 @@ pub struct Others {
 pub struct HopperGrad {
     /// f16 in place of bf16.
     pub f16: bool,
-    /// Head dimension of q, k, v and out.
-    pub dim: usize,
+    /// Head dimension of q and k.
+    pub dqk: usize,
+    /// Head dimension of v and out.
+    pub dv: usize,
     /// Keys that the kernel of dq visits.
     pub keys: Others,
     /// Queries that the kernel of dk and dv visits.
@@ -107,19 +109,19 @@ pub struct HopperGrad {
 }
 
 impl HopperGrad {
-    /// Head dimensions of all variants. Wider ones need more registers than there are for both
-    /// sums.
-    pub const DIMS: [usize; 2] = [128, 64];
+    /// Head dimensions of all variants: of q and k, and of v. Wider ones need more registers than
+    /// there are for both sums.
+    pub const DIMS: [(usize, usize); 3] = [(128, 128), (64, 64), (192, 128)];
 
     /// Returns the variant of a type and one of the [dimensions](Self::DIMS): tiles as large as
     /// registers hold, and as many as shared memory does.
-    pub const fn of(f16: bool, dim: usize) -> HopperGrad {
-        let (keys, queries) = if dim > 64 {
-            (Others { rows: 96, stages: 2 }, Others { rows: 64, stages: 3 })
-        } else {
-            (Others { rows: 128, stages: 4 }, Others { rows: 96, stages: 4 })
+    pub const fn of(f16: bool, (dqk, dv): (usize, usize)) -> HopperGrad {
+        let (keys, queries) = match dqk {
+            192 => (Others { rows: 48, stages: 2 }, Others { rows: 32, stages: 3 }),
+            128 => (Others { rows: 96, stages: 2 }, Others { rows: 64, stages: 3 }),
+            _ => (Others { rows: 128, stages: 4 }, Others { rows: 96, stages: 4 }),
         };
-        HopperGrad { f16, dim, keys, queries }
+        HopperGrad { f16, dqk, dv, keys, queries }
     }
 
     /// Every variant that a plan may load.
@@ -131,7 +133,7 @@ impl HopperGrad {
     /// queries, barriers.
     fn shared_bytes(&self, others: Others, queries: usize) -> u32 {
         let rows = 2 * TILE_M + others.stages * others.rows;
-        (rows * self.dim * 4 + queries * 8 + STATE_BYTES) as u32
+        (rows * (self.dqk + self.dv) * 2 + queries * 8 + STATE_BYTES) as u32
     }
 
     /// Dynamic shared memory of the kernel of dq, in bytes.
@@ -149,8 +151,8 @@ impl HopperGrad {
         let (k, q) = (self.keys, self.queries);
         let pairs = [
             ("TW_ATTN_TYPE", u64::from(self.f16)),
-            ("TW_ATTN_DQK", self.dim as u64),
-            ("TW_ATTN_DV", self.dim as u64),
+            ("TW_ATTN_DQK", self.dqk as u64),
+            ("TW_ATTN_DV", self.dv as u64),
             ("TW_HB_DQ_N", k.rows as u64),
             ("TW_HB_DQ_STAGES", k.stages as u64),
             ("TW_HB_DKV_M", q.rows as u64),

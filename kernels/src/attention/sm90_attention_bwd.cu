@@ -1,6 +1,7 @@
 // Attention backward on sm_90a by wgmma and TMA: dq, and dk with dv, of 16-bit types.
 //
-// Shapes, segments, masks and conventions are those of sm80_attention.cu; lse is there. TW_ATTN_DQK and TW_ATTN_DV are 64 or 128; softcap, bias, dropout and scales that
+// Shapes, segments, masks and conventions are those of sm80_attention.cu; lse is there. TW_ATTN_DQK
+// and TW_ATTN_DV are multiples of 64, as far as registers go; softcap, bias, dropout and scales that
 // are not positive are left to that unit. `out` and d_out have the inputs' type; gradients that of
 // TwAttn::out_type. Tables of own segments have tiles of TW_HA_M rows.
 //

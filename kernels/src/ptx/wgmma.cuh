@@ -143,13 +143,16 @@ __device__ __forceinline__ void wgmma_m64k16_f32(float (&d)[N / 2], u64 a_desc, 
 // read until the wait.
 template <int N, bool F16, int B_MN>
 __device__ __forceinline__ void wgmma_m64k16_f32_registers(float (&d)[N / 2], const u32* a, u64 b_desc, u32 accumulate) {
-    static_assert(N == 64 || N == 128 || N == 256, "no such width");
+    static_assert(N == 64 || N == 128 || N == 192 || N == 256, "no such width");
     if constexpr (N == 64) {
         if constexpr (F16) TW_WGMMA_R("f16", 64, TW_WG_L32, "%32", "%33", "%34", "%35", "%36", "%37", "%38", TW_WG_R32(0));
         else TW_WGMMA_R("bf16", 64, TW_WG_L32, "%32", "%33", "%34", "%35", "%36", "%37", "%38", TW_WG_R32(0));
     } else if constexpr (N == 128) {
         if constexpr (F16) TW_WGMMA_R("f16", 128, TW_WG_L64, "%64", "%65", "%66", "%67", "%68", "%69", "%70", TW_WG_R32(0), TW_WG_R32(32));
         else TW_WGMMA_R("bf16", 128, TW_WG_L64, "%64", "%65", "%66", "%67", "%68", "%69", "%70", TW_WG_R32(0), TW_WG_R32(32));
+    } else if constexpr (N == 192) {
+        if constexpr (F16) TW_WGMMA_R("f16", 192, TW_WG_L96, "%96", "%97", "%98", "%99", "%100", "%101", "%102", TW_WG_R32(0), TW_WG_R32(32), TW_WG_R32(64));
+        else TW_WGMMA_R("bf16", 192, TW_WG_L96, "%96", "%97", "%98", "%99", "%100", "%101", "%102", TW_WG_R32(0), TW_WG_R32(32), TW_WG_R32(64));
     } else if constexpr (N == 256) {
         if constexpr (F16) TW_WGMMA_R("f16", 256, TW_WG_L128, "%128", "%129", "%130", "%131", "%132", "%133", "%134", TW_WG_R32(0), TW_WG_R32(32), TW_WG_R32(64), TW_WG_R32(96));
         else TW_WGMMA_R("bf16", 256, TW_WG_L128, "%128", "%129", "%130", "%131", "%132", "%133", "%134", TW_WG_R32(0), TW_WG_R32(32), TW_WG_R32(64), TW_WG_R32(96));

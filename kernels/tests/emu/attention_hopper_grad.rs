@@ -48,21 +48,27 @@ pub fn lib(v: &HopperGrad) -> &'static Lib {
     libs.entry(format!("{v:?}")).or_insert_with(|| load(SM90_ATTENTION_BWD.emu_text(), v))
 }
 
-pub const D128: HopperGrad = HopperGrad::of(false, 128);
-pub const D64: HopperGrad = HopperGrad::of(false, 64);
+pub const D128: HopperGrad = HopperGrad::of(false, (128, 128));
+pub const D64: HopperGrad = HopperGrad::of(false, (64, 64));
 
 /// Maps of boxes of so many rows: of q, d_out and dq, or of k, v, dk and dv.
-fn maps_of_queries(c: &Case, d: usize, p: &TwAttn, rows: usize) -> [TwTensorMap; 3] {
-    let width = c.heads.0 * d;
-    [(p.q, p.ld_q, rows), (p.d_out, p.ld_o, rows), (p.dq, p.ld_q, STORE_ROWS)]
-        .map(|(at, ld, rows)| ragged(at, width, ld, rows))
+fn maps_of_queries(c: &Case, v: &HopperGrad, p: &TwAttn, rows: usize) -> [TwTensorMap; 3] {
+    let of = |at, dim, ld, rows| ragged(at, c.heads.0 * dim, ld, rows);
+    [
+        of(p.q, v.dqk, p.ld_q, rows),
+        of(p.d_out, v.dv, p.ld_o, rows),
+        of(p.dq, v.dqk, p.ld_q, STORE_ROWS),
+    ]
 }
 
-fn maps_of_keys(c: &Case, d: usize, p: &TwAttn, rows: usize) -> [TwTensorMap; 4] {
-    let width = c.heads.1 * d;
-    let stored = STORE_ROWS;
-    [(p.k, p.ld_k, rows), (p.v, p.ld_v, rows), (p.dk, p.ld_k, stored), (p.dv, p.ld_v, stored)]
-        .map(|(at, ld, rows)| ragged(at, width, ld, rows))
+fn maps_of_keys(c: &Case, v: &HopperGrad, p: &TwAttn, rows: usize) -> [TwTensorMap; 4] {
+    let of = |at, dim, ld, rows| ragged(at, c.heads.1 * dim, ld, rows);
+    [
+        of(p.k, v.dqk, p.ld_k, rows),
+        of(p.v, v.dv, p.ld_v, rows),
+        of(p.dk, v.dqk, p.ld_k, STORE_ROWS),
+        of(p.dv, v.dv, p.ld_v, STORE_ROWS),
+    ]
 }
 
 /// Runs the kernels of the library; the bytes of dq, dk and dv.
@@ -73,8 +79,8 @@ pub fn check_on(lib: &'static Lib, c: &Case, v: &HopperGrad, how: How, seed: u64
         lib: Some(lib),
         input: if v.f16 { Type::F16 } else { Type::Bf16 },
         plain: false,
-        dqk: v.dim,
-        dv: v.dim,
+        dqk: v.dqk,
+        dv: v.dv,
         tiles: Tiles { fwd: dq, dq, dkv, split: false, pairs: false },
     };
     let kernels =
@@ -86,12 +92,12 @@ pub fn check_on(lib: &'static Lib, c: &Case, v: &HopperGrad, how: How, seed: u64
             let launch = kernels[i].grid([how.blocks, 1, 1], [THREADS, 1, 1]).smem(smem);
             launch.arg(p).arg(&order)
         };
-        let [q, d_out, dq] = maps_of_queries(c, v.dim, of_q, TILE_M);
-        let [k, v_, ..] = maps_of_keys(c, v.dim, of_q, v.keys.rows);
+        let [q, d_out, dq] = maps_of_queries(c, v, of_q, TILE_M);
+        let [k, v_, ..] = maps_of_keys(c, v, of_q, v.keys.rows);
         let first = grid(0, v.dq_shared_bytes(), of_q);
         let first = [q, d_out, k, v_, dq].iter().fold(first, |l, m| l.arg(m));
-        let [q, d_out, _] = maps_of_queries(c, v.dim, of_kv, v.queries.rows);
-        let [k, v_, dk, dv] = maps_of_keys(c, v.dim, of_kv, TILE_M);
+        let [q, d_out, _] = maps_of_queries(c, v, of_kv, v.queries.rows);
+        let [k, v_, dk, dv] = maps_of_keys(c, v, of_kv, TILE_M);
         let second = grid(1, v.dkv_shared_bytes(), of_kv);
         let second = [k, v_, q, d_out, dk, dv].iter().fold(second, |l, m| l.arg(m));
         let warps = of_q.tokens_q * of_q.heads_q;

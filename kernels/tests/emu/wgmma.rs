@@ -61,6 +61,7 @@ fn products_of_registers_are_exact() {
         (64, Type::Bf16, false),
         (64, Type::F16, true),
         (128, Type::Bf16, true),
+        (192, Type::Bf16, true),
         (256, Type::F16, false),
     ] {
         let lib = load(n, t, mn);

@@ -19,7 +19,7 @@ use crate::common::cuda::load;
 /// Returns why the kernels do not make the gradients of `d`, whatever the addresses; none if they
 /// do.
 pub(super) fn unfit(d: &AttentionDesc) -> Option<String> {
-    let fits = d.dqk == d.dv && HopperGrad::DIMS.contains(&d.dqk);
+    let fits = HopperGrad::DIMS.contains(&(d.dqk, d.dv));
     hopper::unfit(d).or_else(|| {
         if !fits {
             return Some(format!("they have no head dimensions {} and {}", d.dqk, d.dv));
@@ -54,7 +54,7 @@ impl Gradients {
     /// # Errors
     /// As [`CudaContext::module`]; `Unsupported` if the device refuses the shared memory.
     pub fn new(ctx: &CudaContext, d: &AttentionDesc) -> Result<Self> {
-        let variant = HopperGrad::of(d.dtype == DType::F16, d.dqk);
+        let variant = HopperGrad::of(d.dtype == DType::F16, (d.dqk, d.dv));
         let m = load(ctx, &SM90_ATTENTION_BWD, variant.defines())?;
         let (delta, dq) = (m.kernel("tw_attn_delta")?, m.kernel("tw_hopper_attn_dq")?);
         let dkv = m.kernel("tw_hopper_attn_dkv")?;
@@ -178,12 +178,13 @@ mod tests {
     fn what_the_kernels_are_not_asked_for_has_a_reason() {
         let of = |d, dtype| AttentionDesc::new(300, (4, 2), d, dtype, AttnMask::CAUSAL);
         let d = of(128, DType::BF16);
-        for good in [d.clone(), of(64, DType::F16), AttentionDesc { sink: true, ..d.clone() }] {
+        let wide = AttentionDesc { dv: 128, ..of(192, DType::BF16) };
+        let sink = AttentionDesc { sink: true, ..d.clone() };
+        for good in [d.clone(), of(64, DType::F16), wide, sink] {
             assert_eq!(unfit(&good), None, "{good}");
         }
         for (bad, why) in [
             (of(256, DType::BF16), "256 and 256"),
-            (AttentionDesc { dv: 128, ..of(192, DType::BF16) }, "192 and 128"),
             (AttentionDesc { out: DType::F32, ..d.clone() }, "bf16, not f32"),
             (AttentionDesc { softcap: Some(3.0), ..d.clone() }, "softcap"),
         ] {
