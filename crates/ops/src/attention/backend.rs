@@ -1,12 +1,11 @@
-//! The choice of the kernel of the forward pass on a CUDA device.
+//! The choice of the kernels on a CUDA device.
 
 use std::fmt;
 use std::str::FromStr;
 
 use tilewire_core::{Error, Result};
 
-/// The implementation of the forward pass on CUDA devices. The backward pass, and the host, have
-/// one each.
+/// The implementation on CUDA devices. The host has one.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Hash)]
 pub enum AttnBackend {
     /// The kernel for sm_90a where it supports the description, on whole GPUs; else the portable
@@ -15,9 +14,11 @@ pub enum AttnBackend {
     Auto,
     /// tilewire's kernels for sm_80 and newer: every type, head dimension and option.
     Portable,
-    /// tilewire's kernel for sm_90a, by wgmma and TMA: bf16 and f16, head dimensions of 64, 128,
-    /// 256, and 192 with 128; masks, packed rows and sinks. An error if it does not support the
-    /// description.
+    /// tilewire's kernels for sm_90a, by wgmma and TMA: bf16 and f16, head dimensions of 64, 128,
+    /// 256, and 192 with 128; masks, packed rows and sinks. An error if the forward pass does not
+    /// support the description. The backward pass is by them too, except for dimensions of 256 and
+    /// for gradients of another type than the inputs', which the portable kernels make:
+    /// `AttentionPlan::explain` says which.
     Hopper,
 }
 

@@ -26,6 +26,7 @@
 //! |---|---|
 //! | kernel | `kernels/src/attention/sm80_attention.cu` |
 //! |  | `kernels/src/attention/sm90_attention.cu` |
+//! |  | `kernels/src/attention/sm90_attention_bwd.cu` |
 //! |  | `kernels/src/attention/plain_attention.cu` |
 //! | oracle | `crates/oracle/src/attention/mod.rs` |
 //! | cases | `crates/cli/src/verify/attention.rs` |

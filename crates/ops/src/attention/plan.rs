@@ -31,7 +31,7 @@ impl AttentionPlan {
         Self::with_backend(desc, config, AttnBackend::Auto)
     }
 
-    /// As [`AttentionPlan::new`], with the forward pass on CUDA devices by `backend`.
+    /// As [`AttentionPlan::new`], by `backend` on CUDA devices.
     ///
     /// # Errors
     /// As [`AttentionPlan::new`].
