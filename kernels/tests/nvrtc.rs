@@ -126,7 +126,9 @@ fn expected(s: &Source, defines: &[(String, u64)], name: &str) -> Counts {
         // those that make sums.
         return match name {
             "tw_hopper_attn_dq" => [(v.dqk + v.dv) / 16, v.keys.rows / 16, 2, 0, 0],
-            _ => [(v.dqk + v.dv) / 16, 2 * v.queries.rows / 16, 2, 0, 0],
+            "tw_hopper_attn_dkv" => [(v.dqk + v.dv) / 16, 2 * v.queries.rows / 16, 2, 0, 0],
+            "tw_hopper_attn_dk" => [(v.dqk + v.dv) / 16, v.queries.rows / 16, 2, 0, 0],
+            _ => [v.dqk / 16, v.queries.rows / 16, 2, 0, 0],
         };
     }
     if s.name != SM90_ATTENTION.name {

@@ -10,11 +10,11 @@ pub const SM90_ATTENTION: Source = Source {
     kernels: &["tw_attn_table", "tw_hopper_attn_fwd"],
 };
 
-/// The backward pass by wgmma and TMA.
+/// The backward pass by wgmma and TMA; [`HopperGrad::of_keys`] names its other kernels.
 pub const SM90_ATTENTION_BWD: Source = Source {
     name: "attention/sm90_attention_bwd.cu",
     defines: &[],
-    kernels: &["tw_attn_table", "tw_attn_delta", "tw_hopper_attn_dq", "tw_hopper_attn_dkv"],
+    kernels: &["tw_attn_table", "tw_attn_delta", "tw_hopper_attn_dq"],
 };
 
 /// Own rows of a tile: queries, or keys where dk and dv are made.
@@ -84,13 +84,15 @@ impl HopperVariant {
     }
 }
 
-/// Tiles of the other side, of one kernel of the backward pass.
+/// Tiles of one kernel of the backward pass: of the other side, which it visits.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Others {
     /// Rows of a tile.
     pub rows: usize,
     /// Tiles that shared memory holds at once.
     pub stages: usize,
+    /// Own tiles that it holds at once, beside them: 1 or 2.
+    pub slots: usize,
 }
 
 /// A variant of [`SM90_ATTENTION_BWD`].
@@ -104,23 +106,25 @@ pub struct HopperGrad {
     pub dv: usize,
     /// Keys that the kernel of dq visits.
     pub keys: Others,
-    /// Queries that the kernel of dk and dv visits.
+    /// Queries that the kernels of dk and dv visit.
     pub queries: Others,
 }
 
 impl HopperGrad {
-    /// Head dimensions of all variants: of q and k, and of v. Wider ones need more registers than
-    /// there are for both sums.
-    pub const DIMS: [(usize, usize); 3] = [(128, 128), (64, 64), (192, 128)];
+    /// Head dimensions of all variants: of q and k, and of v.
+    pub const DIMS: [(usize, usize); 4] = [(128, 128), (64, 64), (192, 128), (256, 256)];
 
     /// Returns the variant of a type and one of the [dimensions](Self::DIMS): tiles as large as
     /// registers hold, and as many as shared memory does.
     pub const fn of(f16: bool, (dqk, dv): (usize, usize)) -> HopperGrad {
-        let (keys, queries) = match dqk {
-            192 => (Others { rows: 48, stages: 2 }, Others { rows: 32, stages: 3 }),
-            128 => (Others { rows: 96, stages: 2 }, Others { rows: 64, stages: 3 }),
-            _ => (Others { rows: 128, stages: 4 }, Others { rows: 96, stages: 4 }),
+        let [keys, queries] = match dqk {
+            256 => [(48, 2, 1), (32, 3, 1)],
+            192 => [(96, 2, 1), (32, 3, 2)],
+            128 => [(96, 2, 2), (64, 3, 2)],
+            _ => [(128, 4, 2), (96, 4, 2)],
         };
+        let keys = Others { rows: keys.0, stages: keys.1, slots: keys.2 };
+        let queries = Others { rows: queries.0, stages: queries.1, slots: queries.2 };
         HopperGrad { f16, dqk, dv, keys, queries }
     }
 
@@ -129,19 +133,34 @@ impl HopperGrad {
         Self::DIMS.into_iter().flat_map(|dim| [false, true].map(|f16| Self::of(f16, dim))).collect()
     }
 
-    /// Two slots of two own tiles, stages of two tiles of others, lse and delta of those that are
+    /// Returns true if dk and dv are made by two kernels, because the registers do not hold both.
+    pub fn split(&self) -> bool {
+        self.dqk + self.dv > 320
+    }
+
+    /// The kernels that make dk and dv.
+    pub fn of_keys(&self) -> &'static [&'static str] {
+        if self.split() {
+            &["tw_hopper_attn_dk", "tw_hopper_attn_dv"]
+        } else {
+            &["tw_hopper_attn_dkv"]
+        }
+    }
+
+    /// Slots of two own tiles, stages of two tiles of others, lse and delta of those that are
     /// queries, barriers.
     fn shared_bytes(&self, others: Others, queries: usize) -> u32 {
-        let rows = 2 * TILE_M + others.stages * others.rows;
+        let rows = others.slots * TILE_M + others.stages * others.rows;
         (rows * (self.dqk + self.dv) * 2 + queries * 8 + STATE_BYTES) as u32
     }
 
     /// Dynamic shared memory of the kernel of dq, in bytes.
     pub fn dq_shared_bytes(&self) -> u32 {
-        self.shared_bytes(self.keys, 2 * TILE_M)
+        self.shared_bytes(self.keys, self.keys.slots * TILE_M)
     }
 
-    /// Dynamic shared memory of the kernel of dk and dv, in bytes.
+    /// Dynamic shared memory of each kernel of dk and dv, in bytes. Of two kernels that of dv has
+    /// two slots of keys alone, which are as large as one of keys and values.
     pub fn dkv_shared_bytes(&self) -> u32 {
         self.shared_bytes(self.queries, self.queries.stages * self.queries.rows)
     }
@@ -155,8 +174,11 @@ impl HopperGrad {
             ("TW_ATTN_DV", self.dv as u64),
             ("TW_HB_DQ_N", k.rows as u64),
             ("TW_HB_DQ_STAGES", k.stages as u64),
+            ("TW_HB_DQ_SLOTS", k.slots as u64),
             ("TW_HB_DKV_M", q.rows as u64),
             ("TW_HB_DKV_STAGES", q.stages as u64),
+            ("TW_HB_DKV_SLOTS", q.slots as u64),
+            ("TW_HB_SPLIT", u64::from(self.split())),
         ];
         pairs.map(|(name, value)| (name.to_owned(), value)).to_vec()
     }

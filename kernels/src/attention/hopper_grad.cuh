@@ -5,7 +5,7 @@
 //   dq: x is (q, d_out), y is (k, v): sum1 = ds k.
 //   dk, dv: x is (k, v), y is (q, d_out): sum1 = ds^T q, sum2 = p^T d_out, where s and p are
 //     transposed: their rows are keys. One block adds the queries of all heads of a group, head
-//     after head.
+//     after head. Where registers do not hold both sums, two kernels make one each.
 //
 // p and ds come out of the sums of s and g as first operands in registers; y1 and y2 are read both
 // K-major, for s and g, and MN-major.
@@ -14,15 +14,15 @@
 // Warpgroups 0 and 1 multiply for 64 rows each; of warpgroup 2 one warp loads. Tiles of Y rows of
 // the other side follow each other.
 //
-// Shared memory: two slots of x1 and x2, a ring of STAGES tiles of y1 and y2; lse and delta beside
+// Shared memory: SLOTS slots of x1 and x2, a ring of STAGES tiles of y1 and y2; lse and delta beside
 // those that are queries. Each slot and stage has two barriers:
 //   full    completes when the bytes are there: an arrival by lane 0 of the loader, which announces
 //           them and publishes what they are; if they are queries another one, which publishes
 //           lse and delta that the warp has written beside.
 //   empty   completes when its eight readers, the multiplying warps, are through with it.
 // A warp is through when wgmma_wait_group has returned: the reads of wgmma are complete then. Its
-// sums leave through its own rows of its slot, which it gives back one tile later, so that nobody
-// waits for the store.
+// sums leave through its own rows of its slot. Of two slots, it gives one back one tile later, so that
+// nobody waits for the store.
 //
 // Order of a warpgroup, for each tile of y: s is issued behind the sums of the tile before; as soon as
 // those are there, their stage is given back, and g is issued behind s; the exponentials run beside
@@ -47,6 +47,9 @@
 #ifndef TW_HB_DQ_STAGES
 #define TW_HB_DQ_STAGES 2
 #endif
+#ifndef TW_HB_DQ_SLOTS
+#define TW_HB_DQ_SLOTS 2
+#endif
 #ifndef TW_HB_DKV_M
 #define TW_HB_DKV_M 64
 #endif
@@ -54,6 +57,15 @@
 #define TW_HB_DKV_STAGES 3
 #endif
 
+#ifndef TW_HB_DKV_SLOTS
+#define TW_HB_DKV_SLOTS 2
+#endif
+// 1: separate kernels compute dk and dv.
+#ifndef TW_HB_SPLIT
+#define TW_HB_SPLIT 0
+#endif
+
+enum : u32 { TW_SUM1 = 1, TW_SUM2 = 2 };
 enum : u32 {
     TW_HB_THREADS = 384,
     TW_HB_STATE_BYTES = 512,
@@ -82,16 +94,20 @@ struct TwOtherRows {
     u32 last;  // 1: of these x
 };
 
-template <bool QUERIES, u32 Y, u32 STAGES> struct TwGrad {
+// SUMS: which sums it makes.
+template <bool QUERIES, u32 SUMS, u32 Y, u32 STAGES, u32 SLOTS> struct TwGrad {
     static constexpr u32 X = TW_HA_M, D1 = TW_ATTN_DQK, D2 = TW_ATTN_DV;
     // Pieces of 64 columns, whose 128 bytes the maps' swizzle permutes.
     static constexpr u32 X_PIECE = X * 128, Y_PIECE = Y * 128;
-    static constexpr u32 X1_BYTES = D1 / 64 * X_PIECE, SLOT = X1_BYTES + D2 / 64 * X_PIECE;
+    static constexpr bool SUM1 = (SUMS & TW_SUM1) != 0, SUM2 = (SUMS & TW_SUM2) != 0;
+    // sum1 alone needs g, and so x2. Sums leave through a slot: sum2 through x1 if there is no sum1.
+    static constexpr u32 X1_BYTES = D1 / 64 * X_PIECE, SLOT = X1_BYTES + (SUM1 ? D2 / 64 * X_PIECE : 0);
+    static constexpr u32 AT_SUM2 = SUM1 ? X1_BYTES : 0;
     static constexpr u32 Y1_BYTES = D1 / 64 * Y_PIECE, STAGE = Y1_BYTES + D2 / 64 * Y_PIECE;
     // Queries of a slot or stage: so many lse, then as many delta.
     static constexpr u32 NUMBERS = QUERIES ? X : Y;
-    static constexpr u32 AT_Y = 2 * SLOT, AT_NUMBERS = AT_Y + STAGES * STAGE;
-    static constexpr u32 AT_STATE = AT_NUMBERS + (QUERIES ? 2 : STAGES) * NUMBERS * 8;
+    static constexpr u32 AT_Y = SLOTS * SLOT, AT_NUMBERS = AT_Y + STAGES * STAGE;
+    static constexpr u32 AT_STATE = AT_NUMBERS + (QUERIES ? SLOTS : STAGES) * NUMBERS * 8;
     static constexpr u32 BYTES = AT_STATE + TW_HB_STATE_BYTES;
     // Registers of a thread that loads, and of one that multiplies: 128 x 24 + 256 x 240, or 128 x 40
     // + 256 x 232, are the 384 x 168 that a block begins with.
@@ -99,9 +115,9 @@ template <bool QUERIES, u32 Y, u32 STAGES> struct TwGrad {
     static_assert(D1 % 64 == 0 && D2 % 64 == 0 && Y % 16 == 0 && NUMBERS % 32 == 0 && BYTES <= 232448, "whole pieces, and shared memory");
 
     struct Shared {
-        u64 x_full[2], x_empty[2];
+        u64 x_full[SLOTS], x_empty[SLOTS];
         u64 y_full[STAGES], y_empty[STAGES];
-        TwOwnRows own[2];
+        TwOwnRows own[SLOTS];
         TwOtherRows other[STAGES];
         // Of the loader: the tile that it loads next, and what that meets.
         TwOwnRows next;
@@ -169,7 +185,7 @@ template <bool QUERIES, u32 Y, u32 STAGES> struct TwGrad {
         s.own[at] = x;
         mbarrier_arrive_expect_tx(full, SLOT);
         tw_ha_load<D1, X>(slot(at), maps.x1, full, x.head, x.row, x.num);
-        tw_ha_load<D2, X>(slot(at) + X1_BYTES, maps.x2, full, x.head, x.row, x.num);
+        if (SUM1) tw_ha_load<D2, X>(slot(at) + X1_BYTES, maps.x2, full, x.head, x.row, x.num);
     }
 
     // Lane 0 loads a stage.
@@ -185,7 +201,7 @@ template <bool QUERIES, u32 Y, u32 STAGES> struct TwGrad {
         Shared& s = shared();
         const bool first = threadIdx.x % 32 == 0;
         const u32 num = a.tiles * heads(a);
-        TwRing<2> xs;
+        TwRing<SLOTS> xs;
         TwRing<STAGES> ys;
         for (u32 i = blockIdx.x; i < num;) {
             if (first) begin(a, order, i, s);
@@ -320,11 +336,19 @@ template <bool QUERIES, u32 Y, u32 STAGES> struct TwGrad {
         else tw_ha_store_16<D>(sum, f, to, a.out_type, map, slot);
     }
 
+    // Gives a slot back: all lanes are through with it, and the store has read it, or soon has.
+    static __device__ __forceinline__ void give_back(u64* empty) {
+        __syncwarp();
+        if (threadIdx.x % 32 != 0) return;
+        bulk_wait_group_read<0>();
+        mbarrier_arrive(empty);
+    }
+
     static __device__ __forceinline__ void multiply(const TwAttn& a, const TwGradMaps& maps) {
         Shared& s = shared();
         const bool first = threadIdx.x % 32 == 0;
         const float factor = a.scale * TW_LOG2E;
-        TwRing<2> xs;
+        TwRing<SLOTS> xs;
         TwRing<STAGES> ys;
         for (u32 i = 0;; i++) {
             xs.wait_full(s.x_full);
@@ -333,20 +357,14 @@ template <bool QUERIES, u32 Y, u32 STAGES> struct TwGrad {
             u8* own = slot(xs.at);
             Scores p, g;
             Rounded of_p = {}, of_g = {};
-            float sum1[D1 / 2], sum2[QUERIES ? 2 : D2 / 2];
+            float sum1[SUM1 ? D1 / 2 : 2], sum2[SUM2 ? D2 / 2 : 2];
 #pragma unroll
-            for (u32 e = 0; e < D1 / 2; e++) sum1[e] = 0.0f;
+            for (float& e : sum1) e = 0.0f;
 #pragma unroll
-            for (u32 e = 0; e < (QUERIES ? 2 : D2 / 2); e++) sum2[e] = 0.0f;
+            for (float& e : sum2) e = 0.0f;
             Rows r;
             if (QUERIES) r.read(numbers(xs.at));
-            // All lanes are through with the last tile, and its store has read its slot by now, or
-            // soon.
-            __syncwarp();
-            if (i > 0 && first) {
-                bulk_wait_group_read<0>();
-                mbarrier_arrive(s.x_empty + (xs.at ^ 1));
-            }
+            if (SLOTS == 2 && i > 0) give_back(s.x_empty + (xs.at ^ 1));
             u32 given = STAGES;
 #pragma unroll 1
             for (u32 more = x.meets; more != 0;) {
@@ -356,35 +374,36 @@ template <bool QUERIES, u32 Y, u32 STAGES> struct TwGrad {
                 issue_products<D1>(p, own, stage(at));
                 // The sums of the tile before are there, and its stage is free.
                 wgmma_wait_group<1>();
-                wgmma_hold(sum1), wgmma_hold(of_g);
-                if (!QUERIES) wgmma_hold(sum2), wgmma_hold(of_p);
+                if (SUM1) wgmma_hold(sum1), wgmma_hold(of_g);
+                if (SUM2) wgmma_hold(sum2), wgmma_hold(of_p);
                 if (given < STAGES && first) mbarrier_arrive(s.y_empty + given);
-                issue_products<D2>(g, own + X1_BYTES, stage(at) + Y1_BYTES);
-                wgmma_wait_group<1>();
+                if constexpr (SUM1) issue_products<D2>(g, own + X1_BYTES, stage(at) + Y1_BYTES);
+                wgmma_wait_group<SUM1 ? 1 : 0>();
                 wgmma_hold(p);
                 mask(a, p, x, y);
                 exponentials(p, r, at, factor);
-                if constexpr (QUERIES) {
-                    wgmma_wait_group<0>();
-                } else {
+                if constexpr (SUM2) {
                     round(of_p, p);
                     issue_sum<D2>(sum2, of_p, stage(at) + Y1_BYTES);
-                    wgmma_wait_group<1>();
                 }
-                wgmma_hold(g);
-                slopes(g, p, r, at);
-                round(of_g, g);
-                issue_sum<D1>(sum1, of_g, stage(at));
+                if constexpr (SUM1) {
+                    wgmma_wait_group<SUM2 ? 1 : 0>();
+                    wgmma_hold(g);
+                    slopes(g, p, r, at);
+                    round(of_g, g);
+                    issue_sum<D1>(sum1, of_g, stage(at));
+                }
                 given = at;
                 ys.advance();
                 more = y.last ^ 1;
             }
             wgmma_wait_group<0>();
-            wgmma_hold(sum1), wgmma_hold(of_g);
-            if (!QUERIES) wgmma_hold(sum2), wgmma_hold(of_p);
+            if (SUM1) wgmma_hold(sum1), wgmma_hold(of_g);
+            if (SUM2) wgmma_hold(sum2), wgmma_hold(of_p);
             if (given < STAGES && first) mbarrier_arrive(s.y_empty + given);
-            store<D1>(a, sum1, a.scale, x, QUERIES ? a.dq : a.dk, QUERIES ? a.ld_q : a.ld_k, maps.sum1, own);
-            if constexpr (!QUERIES) store<D2>(a, sum2, 1.0f, x, a.dv, a.ld_v, maps.sum2, own + X1_BYTES);
+            if constexpr (SUM1) store<D1>(a, sum1, a.scale, x, QUERIES ? a.dq : a.dk, QUERIES ? a.ld_q : a.ld_k, maps.sum1, own);
+            if constexpr (SUM2) store<D2>(a, sum2, 1.0f, x, a.dv, a.ld_v, maps.sum2, own + AT_SUM2);
+            if (SLOTS == 1) give_back(s.x_empty);
             xs.advance();
         }
         if (first) bulk_wait_group<0>();
@@ -394,7 +413,7 @@ template <bool QUERIES, u32 Y, u32 STAGES> struct TwGrad {
         if (threadIdx.x == 0) {
             tensor_prefetch(maps.x1), tensor_prefetch(maps.x2), tensor_prefetch(maps.y1), tensor_prefetch(maps.y2);
             Shared& s = shared();
-            for (u32 i = 0; i < 2; i++) mbarrier_init(s.x_full + i, QUERIES ? 2 : 1), mbarrier_init(s.x_empty + i, TW_HB_WARPS);
+            for (u32 i = 0; i < SLOTS; i++) mbarrier_init(s.x_full + i, QUERIES ? 2 : 1), mbarrier_init(s.x_empty + i, TW_HB_WARPS);
             for (u32 i = 0; i < STAGES; i++) mbarrier_init(s.y_full + i, QUERIES ? 1 : 2), mbarrier_init(s.y_empty + i, TW_HB_WARPS);
             fence_mbarrier_init_release_cluster();
         }
@@ -409,5 +428,10 @@ template <bool QUERIES, u32 Y, u32 STAGES> struct TwGrad {
     }
 };
 
-typedef TwGrad<true, TW_HB_DQ_N, TW_HB_DQ_STAGES> TwHopperDq;
-typedef TwGrad<false, TW_HB_DKV_M, TW_HB_DKV_STAGES> TwHopperDkv;
+typedef TwGrad<true, TW_SUM1, TW_HB_DQ_N, TW_HB_DQ_STAGES, TW_HB_DQ_SLOTS> TwHopperDq;
+#if TW_HB_SPLIT
+typedef TwGrad<false, TW_SUM1, TW_HB_DKV_M, TW_HB_DKV_STAGES, TW_HB_DKV_SLOTS> TwHopperDk;
+typedef TwGrad<false, TW_SUM2, TW_HB_DKV_M, TW_HB_DKV_STAGES, 2> TwHopperDv;
+#else
+typedef TwGrad<false, TW_SUM1 | TW_SUM2, TW_HB_DKV_M, TW_HB_DKV_STAGES, TW_HB_DKV_SLOTS> TwHopperDkv;
+#endif

@@ -35,7 +35,7 @@ pub fn load(text: String, v: &HopperGrad) -> &'static Lib {
         name: SM90_ATTENTION_BWD.name,
         text,
         defines,
-        kernels: SM90_ATTENTION_BWD.kernels.to_vec(),
+        kernels: [SM90_ATTENTION_BWD.kernels, v.of_keys()].concat(),
         smem: v.dq_shared_bytes().max(v.dkv_shared_bytes()) as usize,
     })
 }
@@ -83,26 +83,25 @@ pub fn check_on(lib: &'static Lib, c: &Case, v: &HopperGrad, how: How, seed: u64
         dv: v.dv,
         tiles: Tiles { fwd: dq, dq, dkv, split: false, pairs: false },
     };
-    let kernels =
-        ["tw_hopper_attn_dq", "tw_hopper_attn_dkv", "tw_attn_delta"].map(|n| on.kernel(n));
+    let [make_delta, make_dq] = ["tw_attn_delta", "tw_hopper_attn_dq"].map(|n| on.kernel(n));
+    let of_keys: Vec<_> = v.of_keys().iter().map(|n| on.kernel(n)).collect();
     check_by(c, &on, seed, |[of_q, of_kv], counter| {
         let counter = if how.counted { counter } else { 0 };
         let order = TwAttnOrder { counter, heads: how.heads, ..TwAttnOrder::zeroed() };
-        let grid = |i: usize, smem: u32, p: &TwAttn| {
-            let launch = kernels[i].grid([how.blocks, 1, 1], [THREADS, 1, 1]).smem(smem);
-            launch.arg(p).arg(&order)
-        };
+        let (grid, block) = ([how.blocks, 1, 1], [THREADS, 1, 1]);
+        let warps = of_q.tokens_q * of_q.heads_q;
+        let delta = make_delta.grid([warps.div_ceil(8), 1, 1], [256, 1, 1]).arg(of_q);
         let [q, d_out, dq] = maps_of_queries(c, v, of_q, TILE_M);
         let [k, v_, ..] = maps_of_keys(c, v, of_q, v.keys.rows);
-        let first = grid(0, v.dq_shared_bytes(), of_q);
+        let first = make_dq.grid(grid, block).smem(v.dq_shared_bytes()).arg(of_q).arg(&order);
         let first = [q, d_out, k, v_, dq].iter().fold(first, |l, m| l.arg(m));
         let [q, d_out, _] = maps_of_queries(c, v, of_kv, v.queries.rows);
         let [k, v_, dk, dv] = maps_of_keys(c, v, of_kv, TILE_M);
-        let second = grid(1, v.dkv_shared_bytes(), of_kv);
-        let second = [k, v_, q, d_out, dk, dv].iter().fold(second, |l, m| l.arg(m));
-        let warps = of_q.tokens_q * of_q.heads_q;
-        let delta = kernels[2].grid([warps.div_ceil(8), 1, 1], [256, 1, 1]).arg(of_q);
-        vec![delta, first, second]
+        let others = of_keys.iter().map(|kernel| {
+            let launch = kernel.grid(grid, block).smem(v.dkv_shared_bytes()).arg(of_kv).arg(&order);
+            [k, v_, q, d_out, dk, dv].iter().fold(launch, |l, m| l.arg(m))
+        });
+        [delta, first].into_iter().chain(others).collect()
     })
 }
 

@@ -20,9 +20,12 @@ pub const TESTS: &[Test] = tests![
 ];
 
 /// Small tiles of the other side: few rows go round all stages.
-const FEW: Others = Others { rows: 32, stages: 2 };
+const FEW: Others = Others { rows: 32, stages: 2, slots: 2 };
 const SMALL: HopperGrad = HopperGrad { keys: FEW, queries: FEW, ..D64 };
 const WIDE: HopperGrad = HopperGrad { keys: FEW, queries: FEW, ..D128 };
+/// One slot of own rows.
+const ALONE: Others = Others { slots: 1, ..FEW };
+const SINGLE: HopperGrad = HopperGrad { keys: ALONE, queries: ALONE, ..D64 };
 
 fn one_block(seed: u64) -> How {
     How { blocks: 1, heads: 1 + (seed % 2) as u32, counted: seed.is_multiple_of(2) }
@@ -90,11 +93,20 @@ fn wide_heads(lib: &'static Lib) {
     check_on(lib, &c, &WIDE, one_block(1), 1);
 }
 
+/// One slot of own rows, by the text that `lib` was made of.
+fn one_slot(lib: &'static Lib) {
+    let lib = load(lib.text().to_owned(), &SINGLE);
+    for (seed, out) in (0..).zip([Type::Bf16, Type::F32, Type::F16, Type::F32]) {
+        let c = Case { out, heads: (4, 4), ..case(30, 20) };
+        check_on(lib, &c, &SINGLE, one_block(seed), seed);
+    }
+}
+
 /// What fails with a mutant must pass without.
 fn hopper_grad_scenarios() {
     let lib = base(SM90_ATTENTION_BWD.emu_text());
     let all = [long_rows, short_rows, two_tiles, masks, packed, far_scores, orders, wide_heads];
-    all.iter().for_each(|f| f(lib));
+    all.iter().chain(&[one_slot as fn(&'static Lib)]).for_each(|f| f(lib));
 }
 
 fn base(text: String) -> &'static Lib {
@@ -119,7 +131,7 @@ fn hopper_grad_order_mutants() {
 fn hopper_grad_multiply_mutants() {
     killed(
         ("attention/sm90_attention_bwd", "multiply"),
-        scenarios![long_rows, short_rows, wide_heads, packed],
+        scenarios![long_rows, short_rows, wide_heads, packed, one_slot],
     );
 }
 

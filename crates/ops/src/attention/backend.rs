@@ -16,9 +16,8 @@ pub enum AttnBackend {
     Portable,
     /// tilewire's kernels for sm_90a, by wgmma and TMA: bf16 and f16, head dimensions of 64, 128,
     /// 256, and 192 with 128; masks, packed rows and sinks. An error if the forward pass does not
-    /// support the description. The backward pass is by them too, except for dimensions of 256 and
-    /// for gradients of another type than the inputs', which the portable kernels make:
-    /// `AttentionPlan::explain` says which.
+    /// support the description. The backward pass is by them too, except for gradients of another
+    /// type than the inputs', which the portable kernels make: `AttentionPlan::explain` says which.
     Hopper,
 }
 

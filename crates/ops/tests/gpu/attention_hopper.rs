@@ -19,8 +19,7 @@ fn run(g: &Gpu, d: &AttentionDesc) {
     let explain = run_by(g, d, AttnBackend::Hopper);
     let (forward, _) = explain.split_once("; backward").unwrap();
     assert!(forward.contains("the kernel for sm_90a"), "{explain}");
-    let has = d.dqk < 256 && d.out == d.dtype;
-    assert!(explain.contains(if has { BACKWARD } else { PORTABLE }), "{explain}");
+    assert!(explain.contains(if d.out == d.dtype { BACKWARD } else { PORTABLE }), "{explain}");
 }
 
 #[test]

@@ -41,7 +41,8 @@ pub(super) struct Gradients {
     variant: HopperGrad,
     pub delta: Kernel,
     dq: Kernel,
-    dkv: Kernel,
+    /// Of dk and dv, together or one after the other.
+    dkv: Vec<Kernel>,
     num_sms: u32,
     /// By which tiles are dealt out.
     counters: Arc<Counters>,
@@ -57,9 +58,12 @@ impl Gradients {
         let variant = HopperGrad::of(d.dtype == DType::F16, (d.dqk, d.dv));
         let m = load(ctx, &SM90_ATTENTION_BWD, variant.defines())?;
         let (delta, dq) = (m.kernel("tw_attn_delta")?, m.kernel("tw_hopper_attn_dq")?);
-        let dkv = m.kernel("tw_hopper_attn_dkv")?;
         dq.allow_shared(variant.dq_shared_bytes())?;
-        dkv.allow_shared(variant.dkv_shared_bytes())?;
+        let of_keys = |name: &&'static str| {
+            let kernel = m.kernel(name)?;
+            kernel.allow_shared(variant.dkv_shared_bytes()).map(|()| kernel)
+        };
+        let dkv = variant.of_keys().iter().map(of_keys).collect::<Result<_>>()?;
         let (num_sms, counters) = (ctx.num_sms()?, Counters::of(ctx)?);
         Ok(Self { ctx: ctx.clone(), variant, delta, dq, dkv, num_sms, counters })
     }
@@ -104,7 +108,7 @@ impl Gradients {
         unsafe { self.launch(stream, &self.dq, self.variant.dq_shared_bytes(), p, heads, of) }
     }
 
-    /// Queues dk and dv of tables with at least one tile of keys: one kernel.
+    /// Queues dk and dv of tables with at least one tile of keys: one kernel, or one for each.
     ///
     /// # Safety
     /// As [`Gradients::launch_dq`], with own segments of keys, and others of `tokens_q` queries.
@@ -126,9 +130,10 @@ impl Gradients {
         let (at_q, at_d) = (or_k(p.q), or_k(p.d_out));
         let of = [(p.k, k), (p.v, v), (at_q, q), (at_d, d_out), (p.dk, dk), (p.dv, dv)];
         let heads = (keys_together(d, tokens_q), p.heads_kv);
-        // SAFETY: `tw_hopper_attn_dkv` takes (TwAttn, TwAttnOrder, 6 x TwTensorMap); the caller's
-        // contract for what they describe.
-        unsafe { self.launch(stream, &self.dkv, self.variant.dkv_shared_bytes(), p, heads, of) }
+        let shared = self.variant.dkv_shared_bytes();
+        // SAFETY: `tw_hopper_attn_dkv`, `_dk` and `_dv` take (TwAttn, TwAttnOrder, 6 x
+        // TwTensorMap); the caller's contract for what they describe.
+        self.dkv.iter().try_for_each(|k| unsafe { self.launch(stream, k, shared, p, heads, of) })
     }
 
     /// Queues a kernel of so many heads: those that are done together, and all.
@@ -179,12 +184,13 @@ mod tests {
         let of = |d, dtype| AttentionDesc::new(300, (4, 2), d, dtype, AttnMask::CAUSAL);
         let d = of(128, DType::BF16);
         let wide = AttentionDesc { dv: 128, ..of(192, DType::BF16) };
+        let widest = of(256, DType::BF16);
         let sink = AttentionDesc { sink: true, ..d.clone() };
-        for good in [d.clone(), of(64, DType::F16), wide, sink] {
+        for good in [d.clone(), of(64, DType::F16), wide, widest, sink] {
             assert_eq!(unfit(&good), None, "{good}");
         }
         for (bad, why) in [
-            (of(256, DType::BF16), "256 and 256"),
+            (of(80, DType::BF16), "80 and 80"),
             (AttentionDesc { out: DType::F32, ..d.clone() }, "bf16, not f32"),
             (AttentionDesc { softcap: Some(3.0), ..d.clone() }, "softcap"),
         ] {
