@@ -25,33 +25,33 @@ extern "C" __global__ void __launch_bounds__(256) tw_attn_delta(const __grid_con
     tw_delta_16(a, TW_ATTN_DV);
 }
 
-extern "C" __global__ void __launch_bounds__(TW_HB_THREADS, 1)
-tw_hopper_attn_dq(const __grid_constant__ TwAttn a, const __grid_constant__ TwAttnOrder order, const __grid_constant__ TwTensorMap q,
-                  const __grid_constant__ TwTensorMap d_out, const __grid_constant__ TwTensorMap k, const __grid_constant__ TwTensorMap v,
-                  const __grid_constant__ TwTensorMap dq) {
+extern "C" __global__ void __launch_bounds__(TW_HB_THREADS, 1) tw_hopper_attn_dq(
+    const __grid_constant__ TwAttn a, const __grid_constant__ TwAttnOrder order, const __grid_constant__ TwTensorMap q,
+    const __grid_constant__ TwTensorMap d_out, const __grid_constant__ TwTensorMap k, const __grid_constant__ TwTensorMap v,
+    const __grid_constant__ TwTensorMap dq) {
     TwHopperDq::run(a, order, {&q, &d_out, &k, &v, &dq, &dq});
 }
 
 // Kernels that make dk, dv or both take the same.
 #if TW_HB_SPLIT
-extern "C" __global__ void __launch_bounds__(TW_HB_THREADS, 1)
-tw_hopper_attn_dk(const __grid_constant__ TwAttn a, const __grid_constant__ TwAttnOrder order, const __grid_constant__ TwTensorMap k,
-                  const __grid_constant__ TwTensorMap v, const __grid_constant__ TwTensorMap q, const __grid_constant__ TwTensorMap d_out,
-                  const __grid_constant__ TwTensorMap dk, const __grid_constant__ TwTensorMap dv) {
+extern "C" __global__ void __launch_bounds__(TW_HB_THREADS, 1) tw_hopper_attn_dk(
+    const __grid_constant__ TwAttn a, const __grid_constant__ TwAttnOrder order, const __grid_constant__ TwTensorMap k,
+    const __grid_constant__ TwTensorMap v, const __grid_constant__ TwTensorMap q, const __grid_constant__ TwTensorMap d_out,
+    const __grid_constant__ TwTensorMap dk, const __grid_constant__ TwTensorMap dv) {
     TwHopperDk::run(a, order, {&k, &v, &q, &d_out, &dk, &dv});
 }
 
-extern "C" __global__ void __launch_bounds__(TW_HB_THREADS, 1)
-tw_hopper_attn_dv(const __grid_constant__ TwAttn a, const __grid_constant__ TwAttnOrder order, const __grid_constant__ TwTensorMap k,
-                  const __grid_constant__ TwTensorMap v, const __grid_constant__ TwTensorMap q, const __grid_constant__ TwTensorMap d_out,
-                  const __grid_constant__ TwTensorMap dk, const __grid_constant__ TwTensorMap dv) {
+extern "C" __global__ void __launch_bounds__(TW_HB_THREADS, 1) tw_hopper_attn_dv(
+    const __grid_constant__ TwAttn a, const __grid_constant__ TwAttnOrder order, const __grid_constant__ TwTensorMap k,
+    const __grid_constant__ TwTensorMap v, const __grid_constant__ TwTensorMap q, const __grid_constant__ TwTensorMap d_out,
+    const __grid_constant__ TwTensorMap dk, const __grid_constant__ TwTensorMap dv) {
     TwHopperDv::run(a, order, {&k, &v, &q, &d_out, &dk, &dv});
 }
 #else
-extern "C" __global__ void __launch_bounds__(TW_HB_THREADS, 1)
-tw_hopper_attn_dkv(const __grid_constant__ TwAttn a, const __grid_constant__ TwAttnOrder order, const __grid_constant__ TwTensorMap k,
-                   const __grid_constant__ TwTensorMap v, const __grid_constant__ TwTensorMap q, const __grid_constant__ TwTensorMap d_out,
-                   const __grid_constant__ TwTensorMap dk, const __grid_constant__ TwTensorMap dv) {
+extern "C" __global__ void __launch_bounds__(TW_HB_THREADS, 1) tw_hopper_attn_dkv(
+    const __grid_constant__ TwAttn a, const __grid_constant__ TwAttnOrder order, const __grid_constant__ TwTensorMap k,
+    const __grid_constant__ TwTensorMap v, const __grid_constant__ TwTensorMap q, const __grid_constant__ TwTensorMap d_out,
+    const __grid_constant__ TwTensorMap dk, const __grid_constant__ TwTensorMap dv) {
     TwHopperDkv::run(a, order, {&k, &v, &q, &d_out, &dk, &dv});
 }
 #endif
