@@ -14,20 +14,20 @@
 // Warpgroups 0 and 1 multiply for 64 rows each; of warpgroup 2 one warp loads. Tiles of Y rows of
 // the other side follow each other.
 //
-// Shared memory: SLOTS slots of x1 and x2, a ring of STAGES tiles of y1 and y2; lse and delta beside
-// those that are queries. Each slot and stage has two barriers:
+// Shared memory: SLOTS slots of x1 and x2, a ring of STAGES tiles of y1 and y2; lse and delta
+// beside those that are queries. Each slot and stage has two barriers:
 //   full    completes when the bytes are there: an arrival by lane 0 of the loader, which announces
 //           them and publishes what they are; if they are queries another one, which publishes
 //           lse and delta that the warp has written beside.
 //   empty   completes when its eight readers, the multiplying warps, are through with it.
 // A warp is through when wgmma_wait_group has returned: the reads of wgmma are complete then. Its
-// sums leave through its own rows of its slot. Of two slots, it gives one back one tile later, so that
-// nobody waits for the store.
+// sums leave through its own rows of its slot. Of two slots, it gives one back one tile later, so
+// that nobody waits for the store.
 //
-// Order of a warpgroup, for each tile of y: s is issued behind the sums of the tile before; as soon as
-// those are there, their stage is given back, and g is issued behind s; the exponentials run beside
-// g; sum2 += p^T y2 is issued, and ds made beside it; sum1 += ds y1 is issued. So products are under
-// way all the time, and never more in registers than there are.
+// Order of a warpgroup, for each tile of y: s is issued behind the sums of the tile before; as soon
+// as those are there, their stage is given back, and g is issued behind s; the exponentials run
+// beside g; sum2 += p^T y2 is issued, and ds made beside it; sum1 += ds y1 is issued. So products
+// are under way all the time, and never more in registers than there are.
 //
 // Maps are ragged (TensorMapDesc::ragged): rows behind the end of a segment read as zeros and are
 // not written. So no number of another sequence comes into a sum. Queries that are not there have
@@ -100,7 +100,8 @@ template <bool QUERIES, u32 SUMS, u32 Y, u32 STAGES, u32 SLOTS> struct TwGrad {
     // Pieces of 64 columns, whose 128 bytes the maps' swizzle permutes.
     static constexpr u32 X_PIECE = X * 128, Y_PIECE = Y * 128;
     static constexpr bool SUM1 = (SUMS & TW_SUM1) != 0, SUM2 = (SUMS & TW_SUM2) != 0;
-    // sum1 alone needs g, and so x2. Sums leave through a slot: sum2 through x1 if there is no sum1.
+    // sum1 alone needs g, and so x2. Sums leave through a slot: sum2 through x1 if there is no
+    // sum1.
     static constexpr u32 X1_BYTES = D1 / 64 * X_PIECE, SLOT = X1_BYTES + (SUM1 ? D2 / 64 * X_PIECE : 0);
     static constexpr u32 AT_SUM2 = SUM1 ? X1_BYTES : 0;
     static constexpr u32 Y1_BYTES = D1 / 64 * Y_PIECE, STAGE = Y1_BYTES + D2 / 64 * Y_PIECE;
@@ -109,8 +110,8 @@ template <bool QUERIES, u32 SUMS, u32 Y, u32 STAGES, u32 SLOTS> struct TwGrad {
     static constexpr u32 AT_Y = SLOTS * SLOT, AT_NUMBERS = AT_Y + STAGES * STAGE;
     static constexpr u32 AT_STATE = AT_NUMBERS + (QUERIES ? SLOTS : STAGES) * NUMBERS * 8;
     static constexpr u32 BYTES = AT_STATE + TW_HB_STATE_BYTES;
-    // Registers of a thread that loads, and of one that multiplies: 128 x 24 + 256 x 240, or 128 x 40
-    // + 256 x 232, are the 384 x 168 that a block begins with.
+    // Registers of a thread that loads, and of one that multiplies: 128 x 24 + 256 x 240, or 128 x
+    // 40 + 256 x 232, are the 384 x 168 that a block begins with.
     static constexpr int LOAD_REGISTERS = QUERIES ? 40 : 24, MULTIPLY_REGISTERS = QUERIES ? 232 : 240;
     static_assert(D1 % 64 == 0 && D2 % 64 == 0 && Y % 16 == 0 && NUMBERS % 32 == 0 && BYTES <= 232448, "whole pieces, and shared memory");
 

@@ -1,5 +1,5 @@
-// What the attention kernels for sm_90a share: who takes which tile, rings of slots and stages, loads
-// by ragged maps, and how a warp stores its rows of a tile of sums.
+// What the attention kernels for sm_90a share: who takes which tile, rings of slots and stages,
+// loads by ragged maps, and how a warp stores its rows of a tile of sums.
 
 #pragma once
 

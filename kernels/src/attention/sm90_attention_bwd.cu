@@ -1,9 +1,9 @@
 // Attention backward on sm_90a by wgmma and TMA: dq, and dk with dv, of 16-bit types.
 //
 // Shapes, segments, masks and conventions are those of sm80_attention.cu; lse is there. TW_ATTN_DQK
-// and TW_ATTN_DV are multiples of 64, DV at most DQK, as far as registers go; softcap, bias, dropout
-// and scales that are not positive are left to that unit. `out` and d_out have the inputs' type; gradients that of
-// TwAttn::out_type. Tables of own segments have tiles of TW_HA_M rows.
+// and TW_ATTN_DV are multiples of 64, DV at most DQK, as far as registers go; softcap, bias,
+// dropout and scales that are not positive are left to that unit. `out` and d_out have the inputs'
+// type; gradients that of TwAttn::out_type. Tables of own segments have tiles of TW_HA_M rows.
 //
 // Tensor maps, ragged, swizzled by 128 bytes, of rows of all heads: of own rows, which are loaded,
 // with boxes of 64 columns and TW_HA_M rows; of the other side's with TW_HB_DQ_N (k, v) or
@@ -12,7 +12,8 @@
 //
 // Launch, of each kernel: at most a block for each multiprocessor, and for each tile of each head,
 // of queries for dq and of keys for dk and dv; TW_HB_THREADS threads; TwHopperDq::BYTES or
-// TwHopperDkv::BYTES (of two kernels the larger) of dynamic shared memory. No workspace beside delta.
+// TwHopperDkv::BYTES (of two kernels the larger) of dynamic shared memory. No workspace beside
+// delta.
 //
 // Algorithm: FlashAttention-3 (Shah et al., 2024), but that dq is a kernel of its own, so that no
 // sum needs turns or atomics: seven products in place of five. hopper_grad.cuh says how.

@@ -2,8 +2,8 @@
 //!
 //! A counter is two words that are zero when a launch begins, and that it leaves at zero
 //! (`hopper/core.cuh`; `attention/hopper_tiles.cuh` takes one of them). No two launches may use one
-//! at once: launches on one stream take turns, so a stream has a counter, whichever plan launches; a
-//! graph has one for each of its streams, from the capture on until the graph is gone. So two
+//! at once: launches on one stream take turns, so a stream has a counter, whichever plan launches;
+//! a graph has one for each of its streams, from the capture on until the graph is gone. So two
 //! launches of one graph must not overlap, which they may not anyhow, since both write the same
 //! results. Where no counter is left, tiles go out by strides: the bits are the same.
 

@@ -156,8 +156,8 @@ impl Gradients {
         let blocks = u64::from(self.num_sms).min(u64::from(p.tiles) * u64::from(heads));
         let grid = Grid::new(blocks as u32, THREADS).shared(shared);
         let args = maps.iter().fold(LaunchArgs::new().arg(p).arg(&order), LaunchArgs::raw_map);
-        // SAFETY: the caller's contract. `counter` is none, or words that are zero and that no other
-        // launch uses meanwhile.
+        // SAFETY: the caller's contract. `counter` is none, or words that are zero and that no
+        // other launch uses meanwhile.
         unsafe { kernel.launch(stream, grid, args) }
     }
 }

@@ -38,7 +38,7 @@ enum Make {
 struct Backward {
     delta: Kernel,
     make: Make,
-    /// What is used, for people, where it was asked for.
+    /// The kernels, for people, where they were asked for.
     name: Option<String>,
     /// Type of dk and dv.
     dkv_type: u32,
