@@ -235,9 +235,9 @@ template <bool QUERIES, u32 SUMS, u32 Y, u32 STAGES, u32 SLOTS> struct TwGrad {
 
     // ---- A multiplying warpgroup.
 
-    // Issues d = x y^T of D columns.
-    template <u32 D> static __device__ __forceinline__ void issue_products(Scores& d, const u8* x, const u8* y) {
-        const u64 dx = wgmma_desc_k(x + threadIdx.x / 128 * (64 * 128)), dy = wgmma_desc_k(y);
+    // Issues d = x y^T of D columns, for the rows of warpgroup `group`.
+    template <u32 D> static __device__ __forceinline__ void issue_products(Scores& d, const u8* x, u32 group, const u8* y) {
+        const u64 dx = wgmma_desc_k(x + group * (64 * 128)), dy = wgmma_desc_k(y);
         wgmma_fence();
 #pragma unroll
         for (u32 z = 0; z < D / 16; z++)
@@ -355,6 +355,7 @@ template <bool QUERIES, u32 SUMS, u32 Y, u32 STAGES, u32 SLOTS> struct TwGrad {
             xs.wait_full(s.x_full);
             const TwOwnRows& x = s.own[xs.at];
             if (x.more == 0) break;
+            const u32 group = warpgroup_index();
             u8* own = slot(xs.at);
             Scores p, g;
             Rounded of_p = {}, of_g = {};
@@ -372,13 +373,13 @@ template <bool QUERIES, u32 SUMS, u32 Y, u32 STAGES, u32 SLOTS> struct TwGrad {
                 ys.wait_full(s.y_full);
                 const u32 at = ys.at;
                 const TwOtherRows y = s.other[at];
-                issue_products<D1>(p, own, stage(at));
+                issue_products<D1>(p, own, group, stage(at));
                 // The sums of the tile before are there, and its stage is free.
                 wgmma_wait_group<1>();
                 if (SUM1) wgmma_hold(sum1), wgmma_hold(of_g);
                 if (SUM2) wgmma_hold(sum2), wgmma_hold(of_p);
                 if (given < STAGES && first) mbarrier_arrive(s.y_empty + given);
-                if constexpr (SUM1) issue_products<D2>(g, own + X1_BYTES, stage(at) + Y1_BYTES);
+                if constexpr (SUM1) issue_products<D2>(g, own + X1_BYTES, group, stage(at) + Y1_BYTES);
                 wgmma_wait_group<SUM1 ? 1 : 0>();
                 wgmma_hold(p);
                 mask(a, p, x, y);

@@ -122,6 +122,7 @@ fn bench(ctx: &CudaContext, case: &Case) -> Result<()> {
         r => {
             r?;
             turns.push(Turn::new(AttnBackend::Hopper, "forward", Box::new(|| fwd(&hopper))));
+            turns.push(Turn::new(AttnBackend::Hopper, "backward", Box::new(|| bwd(&hopper))));
         }
     }
     turns.push(Turn::new(portable, "backward", Box::new(|| bwd(&plan))));

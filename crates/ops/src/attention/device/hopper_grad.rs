@@ -2,6 +2,8 @@
 
 use std::sync::Arc;
 
+use bytemuck::Zeroable;
+
 use tilewire_core::{DType, Result};
 use tilewire_device::cuda::{
     CudaContext, CudaStream, Grid, Kernel, LaunchArgs, RawTensorMap, TensorMapDesc,
@@ -152,7 +154,7 @@ impl Gradients {
         let maps =
             RawTensorMap::all(&self.ctx, maps.each_ref().map(|(at, m)| (*at, usize::MAX, m)))?;
         let counter = self.counters.next(stream);
-        let order = TwAttnOrder { counter, heads: together, pad: 0 };
+        let order = TwAttnOrder { counter, heads: together, ..TwAttnOrder::zeroed() };
         let blocks = u64::from(self.num_sms).min(u64::from(p.tiles) * u64::from(heads));
         let grid = Grid::new(blocks as u32, THREADS).shared(shared);
         let args = maps.iter().fold(LaunchArgs::new().arg(p).arg(&order), LaunchArgs::raw_map);
