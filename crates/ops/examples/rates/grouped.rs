@@ -2,7 +2,7 @@
 //! as one cuBLASLt product for each group, whose splits the host knows, by cuBLASLt's first choice;
 //! random inputs, bf16. One JSON object a line.
 //!
-//! `cargo run --release -p tilewire-ops --example rates grouped [GROUPS,ROWS,N,K ...]`.
+//! `cargo run --release -p tilewire-ops --example rates grouped [WAY ...] [GROUPS,ROWS,N,K ...]`.
 
 use tilewire_core::{DType, Error, Result, Shape};
 use tilewire_device::cuda::CudaContext;
@@ -25,6 +25,9 @@ const SHAPES: [[usize; 4]; 6] = [
     [64, 512, 4096, 7168],
 ];
 
+/// Ways to the products.
+const WAYS: [&str; 3] = ["hopper", "sequential", "portable"];
+
 pub(crate) fn main() -> Result<()> {
     let ctx = CudaContext::new(0)?;
     let shape = |a: String| {
@@ -32,9 +35,10 @@ pub(crate) fn main() -> Result<()> {
         <[usize; 4]>::try_from(v).ok()
     };
     let given: Vec<[usize; 4]> = std::env::args().skip(2).filter_map(shape).collect();
+    let only: Vec<String> = std::env::args().skip(2).filter(|a| !a.contains(',')).collect();
     for s in if given.is_empty() { &SHAPES[..] } else { &given } {
         for even in [true, false] {
-            Case::new(&ctx, *s, even)?.print(&ctx)?;
+            Case::new(&ctx, *s, even)?.print(&ctx, &only)?;
         }
     }
     Ok(())
@@ -106,7 +110,7 @@ impl Case {
         })
     }
 
-    fn print(&self, ctx: &CudaContext) -> Result<()> {
+    fn print(&self, ctx: &CudaContext, only: &[String]) -> Result<()> {
         let [groups, rows, n, k] = self.shape;
         let passes = [
             ("fprop", Pass::Fprop),
@@ -115,11 +119,15 @@ impl Case {
             ("wgrad += f32", Pass::Wgrad(DType::F32)),
         ];
         for (name, pass) in passes {
-            let mut turns = [
-                Turn::new("hopper", "", self.grouped(pass, GemmBackend::Hopper)?),
-                Turn::new("sequential", "", self.sequential(ctx, pass)?),
-                Turn::new("portable", "", self.grouped(pass, GemmBackend::Portable)?),
-            ];
+            let mut turns = Vec::new();
+            for by in WAYS.into_iter().filter(|by| only.is_empty() || only.iter().any(|o| o == by))
+            {
+                let launch = match by {
+                    "sequential" => self.sequential(ctx, pass)?,
+                    _ => self.grouped(pass, by.parse()?)?,
+                };
+                turns.push(Turn::new(by, "", launch));
+            }
             take_turns(ctx, &self.stream, &mut turns)?;
             for t in turns {
                 let (us, by) = (t.median(), &t.by);
