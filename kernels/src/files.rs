@@ -1,6 +1,7 @@
 //! The files of the kernels, embedded, and the texts that their includes make of them.
 
-use std::collections::HashSet;
+use std::collections::{BTreeMap, HashSet};
+use std::sync::{Mutex, PoisonError};
 
 /// Declares the table of files: paths below `kernels/src`, with their texts.
 macro_rules! files {
@@ -92,7 +93,7 @@ pub(crate) fn file(path: &str) -> Option<&'static str> {
 }
 
 /// The reader that a text is flattened for.
-#[derive(Clone, Copy, PartialEq, Eq)]
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum For {
     /// A compiler of CUDA C++: `#line` names the file and line that each line came from.
     Device,
@@ -170,12 +171,33 @@ impl Flattened {
     }
 }
 
-/// The text at `path` (from the root of the repository) with what it includes, and the paths of
-/// the files that it includes, in no order.
-pub(crate) fn flatten(path: &str, text: &str, purpose: For) -> (String, HashSet<String>) {
-    let mut all = Flattened { purpose, seen: HashSet::new(), out: String::new() };
-    all.seen.insert(path.to_owned());
-    all.add(path, text);
+/// A text with what it includes, and the paths of the files that it includes, in no order.
+pub(crate) type Whole = (String, HashSet<String>);
+
+/// The file `name` of the table with what it includes. Made once: a plan asks for the texts of its
+/// kernels each time that it is made, which took as long as all else that a small plan does.
+///
+/// # Panics
+/// If the table has no such file.
+pub(crate) fn flatten(name: &'static str, purpose: For) -> &'static Whole {
+    static KNOWN: Mutex<BTreeMap<(&str, For), &'static Whole>> = Mutex::new(BTreeMap::new());
+    let known = || KNOWN.lock().unwrap_or_else(PoisonError::into_inner);
+    let found = known().get(&(name, purpose)).copied();
+    found.unwrap_or_else(|| {
+        let new = made(name, purpose);
+        // Another thread may have been faster: then this one's is dropped.
+        let mut known = known();
+        known.entry((name, purpose)).or_insert_with(|| Box::leak(Box::new(new)))
+    })
+}
+
+fn made(name: &str, purpose: For) -> Whole {
+    let text = file(name);
+    assert!(text.is_some(), "{name} is not in the table of kernels/src/files.rs");
+    let (path, mut all) =
+        (path_of(name), Flattened { purpose, seen: HashSet::new(), out: String::new() });
+    all.seen.insert(path.clone());
+    all.add(&path, text.unwrap_or_default());
     (all.out, all.seen)
 }
 
@@ -220,9 +242,19 @@ mod tests {
     }
 
     #[test]
+    fn a_text_is_made_once_for_each_purpose() {
+        let name = "ep/sm90_ep.cu";
+        let (device, emulated) = (flatten(name, For::Device), flatten(name, For::Emulator));
+        assert!(std::ptr::eq(device, flatten(name, For::Device)), "made again");
+        assert_eq!(device, &made(name, For::Device));
+        assert_eq!(emulated, &made(name, For::Emulator));
+        assert_ne!(device, emulated);
+    }
+
+    #[test]
     fn every_line_keeps_its_file_and_number() {
         let name = "ep/sm90_ep.cu";
-        let (text, _) = flatten(&path_of(name), file(name).unwrap(), For::Device);
+        let (text, _) = flatten(name, For::Device);
         let (mut path, mut number, mut checked) = (String::new(), 0, 0);
         for line in text.lines() {
             if let Some(rest) = line.strip_prefix("#line ") {

@@ -7,8 +7,6 @@
 //! Rust (offsets, sizes) is not written twice: the Rust side passes its constants as definitions.
 #![forbid(unsafe_code)]
 
-use std::collections::HashSet;
-
 pub mod abi;
 pub mod attention;
 mod files;
@@ -31,10 +29,8 @@ pub struct Source {
 }
 
 impl Source {
-    fn flatten(&self, purpose: For) -> (String, HashSet<String>) {
-        let text = files::file(self.name);
-        assert!(text.is_some(), "{} is not in the table of kernels/src/files.rs", self.name);
-        files::flatten(&files::path_of(self.name), text.unwrap_or_default(), purpose)
+    fn flatten(&self, purpose: For) -> &'static files::Whole {
+        files::flatten(self.name, purpose)
     }
 
     /// The whole text, for a compiler of CUDA C++.
@@ -42,7 +38,7 @@ impl Source {
     /// # Panics
     /// If a file is missing in the table of the crate: a test flattens every unit.
     pub fn text(&self) -> String {
-        self.flatten(For::Device).0
+        self.flatten(For::Device).0.clone()
     }
 
     /// True if this unit includes `name`, a path below `kernels/src`, or is that file.
@@ -59,7 +55,7 @@ impl Source {
 
     /// The structures of its files that kernels take by value.
     pub fn layouts(&self) -> impl Iterator<Item = &'static abi::Layout> + use<> {
-        let (_, files) = self.flatten(For::Device);
+        let files = &self.flatten(For::Device).1;
         abi::LAYOUTS.iter().filter(move |l| files.contains(&files::path_of(l.file)))
     }
 
@@ -88,7 +84,7 @@ impl Source {
     /// # Panics
     /// As [`Source::text`].
     pub fn emu_text(&self) -> String {
-        self.flatten(For::Emulator).0
+        self.flatten(For::Emulator).0.clone()
     }
 }
 
