@@ -155,13 +155,19 @@ pub fn cargo() -> String {
     std::env::var("CARGO").unwrap_or_else(|_| "cargo".to_owned())
 }
 
-/// The command and the examples in one build: apart, their dependencies would be built with other
-/// features.
+/// The command and the examples. Beside the library of Python, with whose features stage `python`
+/// builds: else it would build nearly all of this again. Not in one build, where tests of the
+/// command would add theirs.
 fn build(root: &Path) -> Outcome {
-    let mut args = vec!["build", "--release", "--package", "tilewire-cli", "--bins"];
-    args.extend(["--package", "tilewire"]);
-    EXAMPLES.iter().for_each(|name| args.extend(["--example", name]));
-    one(exec(root, &cargo(), &args, Duration::from_secs(1800)))
+    let python = ["--package", "tilewire-python", "--lib"];
+    let mut examples = vec!["--package", "tilewire"];
+    EXAMPLES.iter().for_each(|name| examples.extend(["--example", name]));
+    let mut o = Outcome::default();
+    for what in [&["--package", "tilewire-cli", "--bins"][..], &examples] {
+        let args = [&["build", "--release"][..], what, &python].concat();
+        o.add(&one(exec(root, &cargo(), &args, Duration::from_secs(1800))));
+    }
+    o
 }
 
 /// Half a minute of the same cases each time, and half a minute of new ones.
