@@ -7,7 +7,6 @@
 namespace {
 
 Module* module_of(Block* b);
-char* shared_of(Module* m);
 void check(Fiber* f, const char* op, const void* p, unsigned bytes);
 
 // Steps until a copy goes on. Of the last kind are those that only a wait brings about.
@@ -47,7 +46,7 @@ void show(View& v, const char* shared, size_t len, u64 fence) {
 
 bool in_shared(Block* b, const void* p, unsigned bytes) {
     Module* m = module_of(b);
-    const u64 a = (u64)p, shared = (u64)shared_of(m);
+    const u64 a = (u64)p, shared = (u64)m->shared;
     return a >= shared && a + bytes <= shared + m->shared_len;
 }
 
@@ -114,7 +113,7 @@ void write_target(Fiber* f, Bulk* c) {
     // What a copy has written, all copies see.
     if (has_views(f->block)) {
         View& v = view_of(f->block);
-        const size_t at = c->to - shared_of(module_of(f->block));
+        const size_t at = c->to - module_of(f->block)->shared;
         memcpy(&v.now[at], c->to, c->bytes);
         memcpy(&v.before[at], c->to, c->bytes);
         for (unsigned i = 0; i < c->bytes / 16; i++) v.fence[at / 16 + i] = 0;
@@ -173,7 +172,7 @@ void issue_checked(Fiber* f, Worker* w, Block* b, Bulk c) {
         read_source(b, &c);
     } else if (other) {
         // As early as can be, and only what fences have told of.
-        const size_t at = c.from - shared_of(module_of(b));
+        const size_t at = c.from - module_of(b)->shared;
         for (unsigned i = 0; i < c.bytes; i += 16) {
             const char* unit = seen(view_of(b), at + i, f->known.fence);
             c.data.insert(c.data.end(), unit, unit + 16);
@@ -337,7 +336,7 @@ void emu_proxy_fence(EmuFence what) {
     b->made.clear();
     if (what == EMU_BARRIERS || m->shared_len == 0) return;
     f->known.fence = ++b->fences;
-    if (has_views(b)) show(view_of(b), shared_of(m), m->shared_len, b->fences);
+    if (has_views(b)) show(view_of(b), m->shared, m->shared_len, b->fences);
     if (what == EMU_ALL) f->known.fenced = f->known.acquired;
 }
 

@@ -17,7 +17,7 @@ Block* peer(Fiber* f, unsigned rank) {
 // Where `p` of this block's shared memory lies in that of `to`.
 void* place(Fiber* f, Block* to, void* p) {
     if (to == f->block) return p;
-    char* at = shared_of(module_of(f->block));
+    char* at = module_of(f->block)->shared;
     return image_of(to, at) + ((char*)p - at);
 }
 

@@ -9,6 +9,8 @@ Module* module_of(Block* b) {
     return &b->worker->modules[b->module];
 }
 
+extern "C" void* __tls_get_addr(unsigned long* index);
+
 int find_module(Worker* w, const EmuLaunch* l) {
     const u64 entry = (u64)l->entry;
     for (size_t i = 0; i < w->modules.size(); i++)
@@ -16,11 +18,11 @@ int find_module(Worker* w, const EmuLaunch* l) {
     struct Search {
         u64 entry;
         Module found;
-    } search = {entry, {0, 0, {0, 0}, 0}};
+    } search = {entry, {0, 0, {0, 0}, 0, nullptr}};
     dl_iterate_phdr(
         [](dl_phdr_info* info, size_t, void* ctx) {
             Search* s = (Search*)ctx;
-            Module m = {~0ull, 0, {info->dlpi_tls_modid, 0}, 0};
+            Module m = {~0ull, 0, {info->dlpi_tls_modid, 0}, 0, nullptr};
             for (int i = 0; i < info->dlpi_phnum; i++) {
                 const auto& h = info->dlpi_phdr[i];
                 if (h.p_type == PT_TLS) m.shared_len = h.p_memsz;
@@ -34,15 +36,12 @@ int find_module(Worker* w, const EmuLaunch* l) {
             return 1;
         },
         &search);
-    w->modules.push_back(search.found);
+    // This is the worker's thread, where they stay.
+    Module& m = search.found;
+    if (m.shared_len > 0) m.shared = (char*)__tls_get_addr(m.tls);
+    w->modules.push_back(m);
     w->loaded.push_back(nullptr);
     return (int)w->modules.size() - 1;
-}
-
-extern "C" void* __tls_get_addr(unsigned long* index);
-
-char* shared_of(Module* m) {
-    return m->shared_len == 0 ? nullptr : (char*)__tls_get_addr(m->tls);
 }
 
 // Where a block's dynamic memory ends, what nobody may change behind it, and where the library's ends: offsets in its variables.
@@ -71,7 +70,7 @@ void load_shared(Block* b) {
     Module* m = module_of(b);
     Block** loaded = &b->worker->loaded[b->module];
     if (m->shared_len == 0 || *loaded == b) return;
-    char* at = shared_of(m);
+    char* at = m->shared;
     // Between what a launch has of the dynamic memory, with its guard, and what lies behind all of it there is nothing to keep.
     const auto copy = [m](char* to, const char* from, Used u) {
         memcpy(to, from, u.end + u.guard);
@@ -114,7 +113,7 @@ void check_barriers(Block* b) {
 }
 
 void check_shared(Block* b) {
-    const char* at = shared_of(module_of(b));
+    const char* at = module_of(b)->shared;
     const Used u = used_of(b, at);
     for (size_t i = 0; i < u.guard; i++) {
         if (at[u.end + i] == (char)0xa5) continue;
@@ -433,7 +432,7 @@ void check(Fiber* f, const char* op, const void* p, unsigned bytes) {
         die(f, s + name_of(r, a));
     }
     Module* m = module_of(f->block);
-    const u64 shared = (u64)shared_of(m), stack = (u64)f->stack;
+    const u64 shared = (u64)m->shared, stack = (u64)f->stack;
     if (a >= shared && a < shared + m->shared_len) return;
     if (a >= m->lo && a < m->hi) return;
     if (a >= stack && a < stack + STACK) return;
@@ -644,7 +643,7 @@ void emu_sleep(unsigned ns) {
     Run* r = f->block->worker->run;
     f->op = "nanosleep";
     if (r->cfg->tick_ns != 0) {
-        __atomic_fetch_add(&r->clock, ns, __ATOMIC_RELAXED);
+        advance(r, ns);
         f->at = nullptr;
         yield(f);
     } else {

@@ -4,13 +4,15 @@
 //! pages that cannot be touched; the runtime reports an access outside as an error of the run.
 
 use std::ffi::{CString, c_char, c_int, c_void};
+use std::panic::panic_any;
 use std::path::{Path, PathBuf};
-use std::sync::LazyLock;
+use std::sync::{LazyLock, Mutex};
 
 use bytemuck::NoUninit;
 use libloading::os::unix::{Library, RTLD_LOCAL, RTLD_NOW};
 
-use crate::compile::{self, Unit};
+use crate::compile::{self, Refused, Unit};
+use crate::planted;
 
 type Entry = unsafe extern "C" fn(*mut *mut c_void);
 type SmemOf = unsafe extern "C" fn(*mut u32) -> *mut u8;
@@ -109,13 +111,19 @@ pub static RUNTIME: LazyLock<Runtime> = LazyLock::new(|| Runtime::build(&["-O2"]
 fn open(path: &Path) -> &'static Library {
     // SAFETY: the library was compiled from this repository; it has no initialisers.
     let library = unsafe { Library::open(Some(path), RTLD_NOW | RTLD_LOCAL) };
-    Box::leak(Box::new(library.unwrap()))
+    match library {
+        Ok(library) => Box::leak(Box::new(library)),
+        Err(e) => panic_any(Refused(format!("{}: {e}", path.display()))),
+    }
 }
 
 /// A function of `library`. `T` is the function's type.
 fn symbol<T: Copy>(library: &'static Library, name: &str) -> T {
     // SAFETY: every caller gives the type that abi.h or emu.h declares for that name.
-    *unsafe { library.get::<T>(name.as_bytes()) }.unwrap()
+    match unsafe { library.get::<T>(name.as_bytes()) } {
+        Ok(it) => *it,
+        Err(e) => panic_any(Refused(e.to_string())),
+    }
 }
 
 impl Runtime {
@@ -144,18 +152,34 @@ impl Runtime {
         }
     }
 
-    /// Compiles and loads `unit`.
+    /// Compiles and loads `unit`; a broken text not before a scenario asks for its kernels, and
+    /// once for all that the scenario does with it.
     pub fn load(&'static self, unit: &Unit) -> &'static Lib {
-        let library = open(&compile::kernels(unit, &self.library));
-        Box::leak(Box::new(Lib { runtime: self, library, text: unit.text.clone() }))
+        let new = || {
+            let (unit, parts) = (unit.clone(), Mutex::new(Vec::new()));
+            &*Box::leak(Box::new(Lib { runtime: self, unit, parts }))
+        };
+        if planted::is_broken(&unit.text) {
+            return planted::loaded(unit, new);
+        }
+        let lib = new();
+        lib.compile(&unit.kernels);
+        lib
     }
 }
 
-/// A library with kernels.
+/// The kernels of a unit, in a library, or in two where the text is broken: what its scenario asks
+/// for first, and all others.
 pub struct Lib {
     runtime: &'static Runtime,
+    unit: Unit,
+    parts: Mutex<Vec<Part>>,
+}
+
+/// A library, and the kernels that are in it.
+struct Part {
     library: &'static Library,
-    text: String,
+    kernels: Vec<&'static str>,
 }
 
 /// A kernel of a [`Lib`].
@@ -175,21 +199,46 @@ impl Lib {
 
     /// What was compiled.
     pub fn text(&self) -> &str {
-        &self.text
+        &self.unit.text
+    }
+
+    fn compile(&self, kernels: &[&'static str]) -> &'static Library {
+        let unit = Unit { kernels: kernels.to_vec(), ..self.unit.clone() };
+        let broken = planted::is_broken(&unit.text);
+        let library = open(&compile::kernels(&unit, &self.runtime.library, broken));
+        self.parts.lock().unwrap().push(Part { library, kernels: unit.kernels });
+        library
+    }
+
+    /// The library with the kernel `name`.
+    fn library_with(&self, name: &str) -> &'static Library {
+        let there = |p: &Part| p.kernels.contains(&name);
+        if let Some(part) = self.parts.lock().unwrap().iter().find(|p| there(p)) {
+            return part.library;
+        }
+        assert!(self.unit.kernels.contains(&name), "{}: no kernel {name}", self.unit.name);
+        // Kernels that the scenario has asked for before, with other broken texts. If it asks for
+        // more, all others at once: two libraries are the most.
+        let asked = planted::asked(&self.unit, name);
+        let first = self.parts.lock().unwrap().is_empty() && asked.contains(&name);
+        let others = |k: &&str| !self.parts.lock().unwrap().iter().any(|p| p.kernels.contains(k));
+        let rest: Vec<_> = self.unit.kernels.iter().copied().filter(others).collect();
+        self.compile(if first { &asked } else { &rest })
     }
 
     /// The kernel `name`.
     pub fn kernel(&'static self, name: &str) -> Kernel {
+        let library = self.library_with(name);
         let mut arg_sizes = vec![0u32; 64];
         let args: unsafe extern "C" fn(*mut u32) -> u32 =
-            symbol(self.library, &format!("emu_args_{name}"));
+            symbol(library, &format!("emu_args_{name}"));
         // SAFETY: it writes one number for each parameter, and no kernel has 64.
         let num = unsafe { args(arg_sizes.as_mut_ptr()) };
         arg_sizes.truncate(num as usize);
         Kernel {
             lib: self,
-            entry: symbol(self.library, &format!("emu_entry_{name}")),
-            smem_of: symbol(self.library, "emu_smem"),
+            entry: symbol(library, &format!("emu_entry_{name}")),
+            smem_of: symbol(library, "emu_smem"),
             name: CString::new(name).unwrap(),
             arg_sizes,
             max_threads: self.launch_bound(name),
@@ -199,7 +248,7 @@ impl Lib {
     /// N of `__launch_bounds__(N) name(` or `__launch_bounds__(N, M) name(`, or what a block may
     /// have at most.
     fn launch_bound(&self, name: &str) -> u32 {
-        let head = self.text.split(&format!(" {name}(")).next().unwrap_or("");
+        let head = self.unit.text.split(&format!(" {name}(")).next().unwrap_or("");
         let bound = head.rsplit_once("__launch_bounds__(").map(|(_, rest)| rest);
         let bound = bound.and_then(|b| b.strip_suffix(')')?.split(',').next()?.parse().ok());
         bound.unwrap_or(1024)
@@ -211,7 +260,7 @@ impl Lib {
         for (i, part) in message.split('@').enumerate() {
             match (i % 2, part.parse::<usize>()) {
                 (1, Ok(n)) => {
-                    let line = self.text.lines().nth(n.wrapping_sub(1)).unwrap_or("").trim();
+                    let line = self.unit.text.lines().nth(n.wrapping_sub(1)).unwrap_or("").trim();
                     out += &format!("(line {n}: {line})");
                 }
                 _ => out += part,

@@ -1,20 +1,24 @@
 //! Texts that are broken on purpose: every mutant must fail its scenario.
 
-use std::collections::HashMap;
+use std::cell::RefCell;
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::fs;
 use std::panic::{self, AssertUnwindSafe};
 use std::path::Path;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
+use std::time::Instant;
 
 use serde::Deserialize;
 
-use crate::host::Lib;
+use crate::compile::{Refused, Unit};
+use crate::host::{Lib, RUNTIME};
 use crate::run::words;
 use crate::{Test, tests};
 
-pub const TESTS: &[Test] = tests![every_group_of_mutants_has_a_test];
+pub const TESTS: &[Test] =
+    tests![every_group_of_mutants_has_a_test, what_the_compiler_refuses_is_not_killed];
 
 /// Where the kernels are.
 const ROOT: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/src");
@@ -56,20 +60,74 @@ fn groups(unit: &str) -> Groups {
     toml::from_str(&text).unwrap_or_else(|e| panic!("{}: {e}", path.display()))
 }
 
-/// What `f` panics with.
-fn failure(f: impl FnOnce()) -> Option<String> {
-    let payload = panic::catch_unwind(AssertUnwindSafe(f)).err()?;
-    Some(words(&*payload).split_whitespace().collect::<Vec<_>>().join(" "))
+/// The broken text that this thread tries.
+struct Attempt {
+    scenario: &'static str,
+    text: String,
+    /// What was loaded of it.
+    libs: Vec<(Unit, &'static Lib)>,
+}
+
+thread_local! {
+    static ATTEMPT: RefCell<Option<Attempt>> = const { RefCell::new(None) };
+}
+
+/// The kernels that each scenario has asked for: of which scenario, of which unit.
+type Asked = BTreeMap<(&'static str, &'static str), BTreeSet<&'static str>>;
+static ASKED: Mutex<Asked> = Mutex::new(BTreeMap::new());
+
+/// True if `text` is the broken one that this thread tries; more may stand behind that.
+pub fn is_broken(text: &str) -> bool {
+    ATTEMPT.with_borrow(|a| a.as_ref().is_some_and(|a| text.starts_with(&a.text)))
+}
+
+/// A library of the broken text: that which was made with the same definitions, if there is one.
+pub fn loaded(unit: &Unit, new: impl FnOnce() -> &'static Lib) -> &'static Lib {
+    ATTEMPT.with_borrow_mut(|a| {
+        let libs = &mut a.as_mut().expect("a broken text").libs;
+        if let Some((_, lib)) = libs.iter().find(|(u, _)| u == unit) {
+            return *lib;
+        }
+        libs.push((unit.clone(), new()));
+        libs[libs.len() - 1].1
+    })
+}
+
+/// The kernels of `unit` that the scenario of this thread has asked for so far, `name` now. All of
+/// them, if it is the first time, or no broken text is tried.
+pub fn asked(unit: &Unit, name: &str) -> Vec<&'static str> {
+    let scenario = ATTEMPT.with_borrow(|a| a.as_ref().map(|a| a.scenario));
+    let Some(scenario) = scenario.filter(|_| is_broken(&unit.text)) else {
+        return unit.kernels.clone();
+    };
+    let mut all = ASKED.lock().unwrap();
+    let known = all.entry((scenario, unit.name)).or_default();
+    let first = known.is_empty();
+    known.extend(unit.kernels.iter().find(|k| **k == name));
+    if first { unit.kernels.clone() } else { known.iter().copied().collect() }
 }
 
 /// What the scenario says about a mutant. An error if it says nothing, or not because of it.
-fn kill(scenario: fn(&'static Lib), broken: String, load: Load) -> Result<String, String> {
-    let mut lib = None;
-    if let Some(why) = failure(|| lib = Some(load(broken))) {
+fn kill(scenario: &Scenario, broken: String, load: Load) -> Result<String, String> {
+    let (begun, text) = (Instant::now(), broken.clone());
+    ATTEMPT.set(Some(Attempt { scenario: scenario.0, text, libs: Vec::new() }));
+    let mut loaded = false;
+    let ended = panic::catch_unwind(AssertUnwindSafe(|| {
+        let lib = load(broken);
+        loaded = true;
+        (scenario.1)(lib);
+    }));
+    ATTEMPT.set(None);
+    let payload = ended.err().ok_or("SURVIVED")?;
+    // A library that cannot be made or used, here or in the scenario, shows nothing.
+    if let Some(Refused(why)) = payload.downcast_ref() {
         return Err(format!("DOES NOT COMPILE: {why}"));
     }
-    let lib = lib.ok_or("was not loaded")?;
-    failure(|| scenario(lib)).ok_or_else(|| "SURVIVED".to_owned())
+    if !loaded {
+        return Err(format!("WAS NOT LOADED: {}", words(&*payload)));
+    }
+    let why: Vec<_> = words(&*payload).split_whitespace().map(str::to_owned).collect();
+    Ok(format!("{:>5.2} s {}", begun.elapsed().as_secs_f64(), why.join(" ")))
 }
 
 /// Compiles and runs every mutant of `text` that group `of.1` of file `of.0` has, each in the
@@ -92,7 +150,7 @@ pub fn all_are_killed(text: &str, load: Load, of: (&str, &str), scenarios: &[Sce
             let i = next.fetch_add(1, Ordering::Relaxed);
             mutants.get(i).map(|m| (i, m))
         } {
-            let how = find(m).map(|(_, s)| kill(*s, text.replace(&m.from, &m.to), load));
+            let how = find(m).map(|s| kill(s, text.replace(&m.from, &m.to), load));
             table.lock().unwrap()[i] = how;
         }
     };
@@ -106,6 +164,25 @@ pub fn all_are_killed(text: &str, load: Load, of: (&str, &str), scenarios: &[Sce
     let killed = table.iter().flatten().count();
     println!("{killed} of {} mutants killed", mutants.len());
     assert_eq!(killed, mutants.len(), "a mutant survived: see the table");
+}
+
+/// Libraries are made within scenarios: one that cannot be made must not look like a mutant that
+/// was found.
+fn what_the_compiler_refuses_is_not_killed() {
+    let load: Load = |text| {
+        let (name, kernels) = ("planted/refused", vec!["t_one", "t_two"]);
+        RUNTIME.load(&Unit { name, text, defines: Vec::new(), kernels, smem: 0 })
+    };
+    let asks: Scenario = ("asks", |lib| drop((lib.kernel("t_one"), lib.kernel("t_two"))));
+    let how = |text: &str| kill(&asks, text.to_owned(), load);
+    let both = "extern \"C\" __global__ void t_one() {}\nextern \"C\" __global__ void t_two() {}\n";
+    assert_eq!(how(both), Err("SURVIVED".to_owned()));
+    for refused in [both.replace("{}", "{ no }"), both.replace("t_two", "t_three")] {
+        let why = how(&refused).unwrap_err();
+        assert!(why.starts_with("DOES NOT COMPILE"), "{why}");
+    }
+    let stops: Scenario = ("stops", |lib| panic!("{}", lib.text()));
+    assert!(kill(&stops, both.to_owned(), load).unwrap().contains("t_two"));
 }
 
 /// A group that no test runs would break nothing when its kernel changes.
