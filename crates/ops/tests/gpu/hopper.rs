@@ -1,10 +1,10 @@
 //! Products by the core for sm_90a against the oracle: on a GPU, and on an emulated device.
 
-use tilewire_core::{DType, ErrorKind, Rng};
+use tilewire_core::{DType, ErrorKind, Rng, Shape};
 use tilewire_device::cuda::CudaContext;
-use tilewire_device::{Buffer, Device, Stream};
+use tilewire_device::{Buffer, Device, Stream, Tensor};
 use tilewire_ops::gemm::{AOrder, Activation, BOrder, Epilogue, GemmBackend, GemmDesc, GemmPlan};
-use tilewire_ops::grouped_gemm::{GroupedDesc, GroupedGemmPlan};
+use tilewire_ops::grouped_gemm::{GroupedDesc, GroupedGemmPlan, GroupedWgrad, Splits};
 use tilewire_testing::{Lack, WORDS, did_not_run};
 
 use crate::common::{Gpu, gpu};
@@ -210,6 +210,67 @@ fn products_of_groups_by_the_core() {
                 assert!(bits(&p) == first, "bits of {d}");
             }
         }
+    }
+}
+
+/// Short sums into large results, many times: the loads and stores of one warpgroup stand in the way
+/// of the other's ticket. Numbers are whole and small, so that every sum is exact; those of all rows
+/// and columns are compared, and 21 launches with one.
+#[test]
+fn short_sums_are_added_to_large_results() {
+    let Some(g) = hopper() else { return };
+    if is_emulated() {
+        return;
+    }
+    let [groups, rows, n, k] = [8, 2048, 4096, 7168];
+    let mut rng = Rng::new(36);
+    let mut whole = |cols: usize| -> Vec<f32> {
+        (0..rows * cols).map(|_| (rng.below(3) as f32) - 1.0).collect()
+    };
+    let (x, dy) = (whole(k), whole(n));
+    let put = |v: &[f32], cols| {
+        g.move_here(&Tensor::from_f32(v, DType::BF16, Shape::d2(rows, cols)).unwrap())
+    };
+    let (on_x, on_dy) = (put(&x, k), put(&dy, n));
+    let dw = Tensor::zeros_on(&on_x.device(), DType::F32, Shape::d2(groups * n, k)).unwrap();
+    let d = GroupedDesc { grad: DType::F32, ..GroupedDesc::new(groups, rows, n, k, DType::BF16) };
+    let plan = grouped_plan(&g, d);
+    let splits = vec![(rows / groups) as i64; groups];
+    let splits = g.move_here(&Tensor::from_slice(&splits, Shape::d1(groups)).unwrap());
+    let mask = g.move_here(&Tensor::from_slice(&vec![1u8; groups], Shape::d1(groups)).unwrap());
+    let add = || {
+        let (splits, mask) = (Splits::counts(&splits), Some(mask.clone()));
+        let (x, dy, dw) = ((&on_x).into(), (&on_dy).into(), (&dw).into());
+        plan.wgrad(&g.stream, GroupedWgrad { x, dy, splits, dw, mask, dbias: None })
+            .unwrap()
+            .join(&g.stream)
+            .unwrap();
+    };
+    add();
+    g.stream.synchronize().unwrap();
+    let first: Vec<f32> = dw.to_vec().unwrap();
+    (0..20).for_each(|_| add());
+    g.stream.synchronize().unwrap();
+    let last: Vec<f32> = dw.to_vec().unwrap();
+    let bad = first.iter().zip(&last).filter(|(a, b)| **b != 21.0 * **a).count();
+    assert_eq!(bad, 0, "elements of 21 launches that are not 21 times those of one");
+    let sum = |v: &[f32]| v.iter().map(|x| *x as i64).sum::<i64>();
+    for e in 0..groups {
+        let of = e * rows / groups..(e + 1) * rows / groups;
+        let (mut by_row, mut by_col) = (vec![0i64; n], vec![0i64; k]);
+        for r in of {
+            let (x, dy) = (&x[r * k..(r + 1) * k], &dy[r * n..(r + 1) * n]);
+            let (of_x, of_dy) = (sum(x), sum(dy));
+            by_row.iter_mut().zip(dy).for_each(|(to, v)| *to += *v as i64 * of_x);
+            by_col.iter_mut().zip(x).for_each(|(to, v)| *to += *v as i64 * of_dy);
+        }
+        let own = &first[e * n * k..(e + 1) * n * k];
+        let mut cols = vec![0i64; k];
+        for (row, want) in own.chunks(k).zip(by_row) {
+            assert_eq!(sum(row), want, "a row of group {e}");
+            cols.iter_mut().zip(row).for_each(|(to, v)| *to += *v as i64);
+        }
+        assert!(cols == by_col, "columns of group {e}");
     }
 }
 
