@@ -88,11 +88,11 @@ mod tests {
         // Where plans take the kernels for sm_90a, also these, of one type and what experts need.
         let core = specs_of("sm_90a", true, DType::BF16, &[(64, 64), (20, 20)]);
         let num = |s: &Source| core.iter().filter(|c| c.name == s.name).count();
-        assert_eq!((num(&SM90_ATTENTION), num(&HOPPER_GEMM)), (1, 0));
+        assert_eq!((num(&SM90_ATTENTION), num(&SM90_ATTENTION_BWD), num(&HOPPER_GEMM)), (1, 1, 0));
         let grouped = Variant::all_grouped();
         let wanted = grouped.iter().filter(|v| !v.f16 && EXPERTS.contains(&v.epilogue)).count();
         assert!(wanted > 0 && num(&HOPPER_GROUPED_GEMM) == wanted, "{wanted}");
-        assert_eq!(core.len(), specs.len() + wanted + 1);
+        assert_eq!(core.len(), specs.len() + wanted + 2);
         assert_eq!(compile_ahead(&Device::Host, DType::BF16, &[(64, 64)]).unwrap(), 0);
     }
 }

@@ -8,8 +8,8 @@ use tilewire_core::{Error, Result};
 /// The implementation on CUDA devices. The host has one.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Hash)]
 pub enum AttnBackend {
-    /// The kernel for sm_90a where it supports the description, on whole GPUs; else the portable
-    /// kernels.
+    /// The kernels for sm_90a where they support the description, on whole GPUs, and the documents
+    /// are not shorter than 96 rows on average; else the portable kernels.
     #[default]
     Auto,
     /// tilewire's kernels for sm_80 and newer: every type, head dimension and option.

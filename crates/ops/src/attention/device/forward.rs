@@ -3,12 +3,15 @@
 use tilewire_core::{DType, Error, ErrorKind, Result};
 use tilewire_device::cuda::{CudaContext, Grid, Kernel};
 use tilewire_kernels::Source;
-use tilewire_kernels::attention::hopper::{HopperVariant, SM90_ATTENTION};
+use tilewire_kernels::attention::hopper::{
+    HopperGrad, HopperVariant, SM90_ATTENTION, SM90_ATTENTION_BWD,
+};
 use tilewire_kernels::attention::{
     PLAIN_ATTENTION, PLAIN_ROWS, Plain, SM80_ATTENTION, Tile, Variant,
 };
 
 use super::hopper::{self, Hopper};
+use super::hopper_grad;
 use crate::attention::{AttentionDesc, AttnBackend, AttnMask};
 use crate::common::cuda::{load, too_few_sms};
 
@@ -73,8 +76,8 @@ pub(super) fn fitting(
     Ok(v.and_then(|v| v.fitting(most, bytes)))
 }
 
-/// The compilations that plain causal attention of `dtype` takes, with heads of `dqk` and `dv`; with
-/// the forward pass for sm_90a if `core`.
+/// The compilations that plain causal attention of `dtype` takes, with heads of `dqk` and `dv`; also
+/// those for sm_90a if `core`.
 pub(crate) fn units(
     dtype: DType,
     (dqk, dv): (usize, usize),
@@ -85,9 +88,15 @@ pub(crate) fn units(
         Some(v) => (SM80_ATTENTION, v.defines()),
         None => (PLAIN_ATTENTION, plain(&d).defines()),
     };
-    let core = (core && hopper::unfit(&d).is_none())
-        .then(|| (SM90_ATTENTION, HopperVariant { f16: dtype == DType::F16, dqk, dv }.defines()));
-    core.into_iter().chain([portable]).collect()
+    let mut all = vec![portable];
+    let f16 = dtype == DType::F16;
+    if core && hopper::unfit(&d).is_none() {
+        all.push((SM90_ATTENTION, HopperVariant { f16, dqk, dv }.defines()));
+    }
+    if core && hopper_grad::unfit(&d).is_none() {
+        all.push((SM90_ATTENTION_BWD, HopperGrad::of(f16, (dqk, dv)).defines()));
+    }
+    all
 }
 
 /// Returns what needs the text with all features.
@@ -98,6 +107,30 @@ pub(super) fn extra(d: &AttentionDesc) -> bool {
 pub(super) fn plain(d: &AttentionDesc) -> Plain {
     let [input, output] = [d.dtype, d.out].map(|t| u64::from(code(t)));
     Plain { input, output, dqk: d.dqk as u64, dv: d.dv as u64 }
+}
+
+/// Returns why the kernels for sm_90a are not taken, which do not fit the description as said; none
+/// if they are.
+///
+/// # Errors
+/// What the driver reports.
+pub(super) fn core_lacks(
+    ctx: &CudaContext,
+    by: AttnBackend,
+    unfit: Option<String>,
+) -> Result<Option<String>> {
+    Ok(match (by, unfit, Hopper::lacks(ctx)?) {
+        (AttnBackend::Portable, ..) => Some("the portable ones were asked for".to_owned()),
+        (_, Some(why), _) | (_, None, Some(why)) => Some(why),
+        (AttnBackend::Auto, None, None) => too_few_sms(ctx)?,
+        (AttnBackend::Hopper, None, None) => None,
+    })
+}
+
+/// Returns whether the portable forward pass is faster: of documents of 64 rows it takes 0.98 of the
+/// time of the one for sm_90a, of 128 rows 1.21 times (one H100, docs/lab/attention.md).
+fn short(d: &AttentionDesc) -> bool {
+    d.sequences.tokens_q < 96 * d.sequences.q.len()
 }
 
 /// The tile of plain kernels: a warp to a row.
@@ -134,14 +167,9 @@ impl Forward {
 
     /// Returns the kernel for sm_90a; none if the portable one attends.
     fn hopper(ctx: &CudaContext, d: &AttentionDesc, by: AttnBackend) -> Result<Option<Self>> {
-        let why = match (by, hopper::unfit(d), Hopper::lacks(ctx)?) {
-            (AttnBackend::Portable, ..) => return Ok(None),
-            (_, Some(why), _) | (_, None, Some(why)) => Some(why),
-            (AttnBackend::Auto, None, None) => too_few_sms(ctx)?,
-            (AttnBackend::Hopper, None, None) => None,
-        };
-        match (why, by) {
+        match (core_lacks(ctx, by, hopper::unfit(d))?, by) {
             (Some(why), AttnBackend::Hopper) => return Err(not_by_hopper(&why)),
+            (None, AttnBackend::Auto) if short(d) => return Ok(None),
             (Some(_), _) => return Ok(None),
             _ => {}
         }

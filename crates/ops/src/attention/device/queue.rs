@@ -10,7 +10,7 @@ use tilewire_kernels::abi::{TwAttn, TwSeg, TwTable};
 use tilewire_kernels::attention::{PLAIN_ATTENTION, PLAIN_ROWS, SM80_ATTENTION, TABLE, Variant};
 
 use super::forward::{
-    Attend, Forward, ROWS, Tiled, code, extra, fitting, not_by_hopper, plain, variant,
+    Attend, Forward, ROWS, Tiled, code, core_lacks, extra, fitting, not_by_hopper, plain, variant,
 };
 use super::fp8::{Wide, kernel_desc};
 use super::hopper::{self, Hopper};
@@ -38,8 +38,8 @@ enum Make {
 struct Backward {
     delta: Kernel,
     make: Make,
-    /// The kernels, for people, where they were asked for.
-    name: Option<String>,
+    /// The kernels, for people.
+    name: String,
     /// Type of dk and dv.
     dkv_type: u32,
     bias_and_sink: Option<(Kernel, Kernel)>,
@@ -108,22 +108,23 @@ impl Backward {
         needs: &Needs,
         backend: AttnBackend,
     ) -> Result<Self> {
-        let (delta, make, name) = if backend == AttnBackend::Hopper {
-            match hopper_grad::unfit(d) {
-                None => {
-                    let g = Gradients::new(ctx, d)?;
-                    let name = g.name();
-                    (g.delta.clone(), Make::Hopper(g), Some(name))
-                }
-                Some(why) => {
-                    let (delta, make) = Self::portable(ctx, d, needs)?;
-                    let name = format!("the portable kernels (not those for sm_90a: {why})");
-                    (delta, make, Some(name))
-                }
+        let core = match core_lacks(ctx, backend, hopper_grad::unfit(d))? {
+            Some(why) => Err(why),
+            None => match Gradients::new(ctx, d) {
+                // Nothing to compile them with, and not shipped either.
+                Err(e) if e.is_unavailable() && backend == AttnBackend::Auto => Err(e.to_string()),
+                r => Ok(r?),
+            },
+        };
+        let (delta, make, name) = match core {
+            Ok(g) => {
+                let name = g.name();
+                (g.delta.clone(), Make::Hopper(g), name)
             }
-        } else {
-            let (delta, make) = Self::portable(ctx, d, needs)?;
-            (delta, make, None)
+            Err(why) => {
+                let (delta, make) = Self::portable(ctx, d, needs)?;
+                (delta, make, format!("the portable kernels (not those for sm_90a: {why})"))
+            }
         };
         let bias_and_sink = match d.bias.is_some() || d.sink {
             false => None,
@@ -222,8 +223,7 @@ impl Prepared {
     /// Returns how it is computed, in words.
     pub fn explain(&self) -> String {
         let fp8 = if self.wide.is_some() { ", FP8 widened to f32" } else { "" };
-        let backward = self.backward.name.iter().map(|n| format!("; backward {n}"));
-        format!("CUDA, {}{fp8}{}", self.forward.name, backward.collect::<String>())
+        format!("CUDA, {}{fp8}; backward {}", self.forward.name, self.backward.name)
     }
 
     /// Queues the writing of table `which`.
