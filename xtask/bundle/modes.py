@@ -213,7 +213,8 @@ def of_one_gpu(n):
     yield Config("ops", [program("gpu"), *skips], by_tests, takes=1)
     maps = [program("gpu"), "maps::", "--skip", "emulated"]
     yield Config("tensor-maps", maps, by_tests, jit=True)
-    yield Config("ops-attention", [program("gpu"), "attention"], by_tests, jit=True, takes=1)
+    attention = [program("gpu"), "attention", "--skip", "emulated"]
+    yield Config("ops-attention", attention, by_tests, jit=True, takes=1)
 
 
 def of_teams(n, two):

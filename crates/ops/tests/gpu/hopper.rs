@@ -300,7 +300,7 @@ fn groups_that_the_core_does_not_take() {
         let e = GroupedGemmPlan::with_backend(d, by).unwrap().prepare(&g.stream).unwrap_err();
         assert!(e.is_unsupported() && e.get_hint().is_some() && e.to_string().contains(why), "{e}");
     }
-    // Features of 30 take the portable kernels, and whole GPUs the core; emulated ones are small.
+    // Features of 30 take the portable kernels; the emulated device here is large enough for others.
     let takes = |d: GroupedDesc| {
         let auto = GroupedGemmPlan::new(d).unwrap();
         auto.prepare(&g.stream).unwrap();
@@ -308,7 +308,7 @@ fn groups_that_the_core_does_not_take() {
     };
     assert!(!takes(d(30, 32)).0);
     let (by_core, auto) = takes(d(16, 32));
-    assert_eq!(by_core, !is_emulated(), "{}", auto.explain());
+    assert!(by_core, "{}", auto.explain());
     let form = Form { discrete: true, core: true, ..Form::default() };
     let p = grouped_gemm::Problem::new(&g, &mut rng, d(16, 32), &[30, 7], form);
     is_right(&g, &p, &auto);

@@ -185,6 +185,21 @@ fn driver() -> Library {
     unsafe { Library::open(Some("libcuda.so.1"), RTLD_NOW) }.unwrap()
 }
 
+/// Makes the context of device 0 current on this thread: some drivers describe no map without one.
+fn make_current(lib: &Library) {
+    let (mut device, mut ctx): (c_int, *mut c_void) = (0, std::ptr::null_mut());
+    type Get = unsafe extern "C" fn(*mut c_int, c_int) -> c_int;
+    type Retain = unsafe extern "C" fn(*mut *mut c_void, c_int) -> c_int;
+    type Set = unsafe extern "C" fn(*mut c_void) -> c_int;
+    // SAFETY: the driver's functions, with valid outputs; the context stays as long as the process.
+    let codes = unsafe {
+        let get = lib.get::<Get>(b"cuDeviceGet\0").unwrap()(&mut device, 0);
+        let retain = lib.get::<Retain>(b"cuDevicePrimaryCtxRetain\0").unwrap()(&mut ctx, device);
+        [get, retain, lib.get::<Set>(b"cuCtxSetCurrent\0").unwrap()(ctx)]
+    };
+    assert_eq!(codes, [0; 3]);
+}
+
 /// The arguments of `cuTensorMapEncodeTiled`, by the driver's numbers.
 #[derive(Clone, Copy)]
 struct Encode {
@@ -270,6 +285,9 @@ const UNSUPPORTED: c_int = 801;
 fn the_driver_refuses_what_devices_do_not_copy() {
     let Some((ctx, _)) = device() else { return };
     let (lib, memory) = (driver(), CudaMemory::zeroed(&ctx, 1 << 20).unwrap());
+    if !is_emulated() {
+        make_current(&lib);
+    }
     let good = Encode::good(memory.addr());
     let code = |change: &dyn Fn(&mut Encode)| {
         let mut call = good;
