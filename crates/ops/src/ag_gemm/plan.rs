@@ -50,8 +50,9 @@ impl AgGemmPlan {
         let core =
             PlanCore::new("ag_gemm", heap, format_args!("{} {}", desc.common(), choice.text()))?
                 .using([&gather], [&signals]);
+        let machine = Machine::of(&heap.device(), desc.x)?;
         let base = Base { desc, core, gather, signals };
-        Ok(Self { base, choice, machine: Machine::default(), device: OnceLock::new() })
+        Ok(Self { base, choice, machine, device: OnceLock::new() })
     }
 
     /// Collective: must be called by all ranks before the first launch.
@@ -233,7 +234,7 @@ impl AgGemmPlan {
 }
 
 fn explain(d: &AgGemmDesc, size: usize, machine: &Machine) -> Explain {
-    let flop = 2.0 * (d.m * d.k) as f64 * d.n as f64;
     let wire = (AgGemmPlan::memory(d) * (size - 1)) as f64 / size as f64;
-    Explain::predict(format!("ag_gemm {d}"), flop, wire, size, machine)
+    let product = ([d.m, d.n, d.k], d.n * d.k * d.w.size());
+    Explain::predict(format!("ag_gemm {d}"), product, wire, size, machine)
 }

@@ -8,6 +8,7 @@ use tilewire_core::{Error, Result};
 
 use super::check::unsupported;
 use super::kernel::GemmBackend;
+use super::machine::Machine;
 
 /// The schedule of a comm+GEMM operation: in which order it communicates and multiplies.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Hash, Serialize, Deserialize)]
@@ -166,23 +167,6 @@ impl OverlapConfig {
 /// The most chunks of a shard that a candidate has.
 pub(crate) const MOST_CANDIDATE_CHUNKS: usize = 4;
 
-/// The rates that predictions assume: those of one core of a laptop. Nothing measures them yet.
-#[derive(Clone, Copy, PartialEq, Debug)]
-pub struct Machine {
-    /// GEMM rate in flop per microsecond.
-    pub gemm_flop_per_us: f64,
-    /// Rate of one link in bytes per microsecond.
-    pub link_bytes_per_us: f64,
-    /// One flag from a peer, or one launch, in microseconds.
-    pub latency_us: f64,
-}
-
-impl Default for Machine {
-    fn default() -> Self {
-        Self { gemm_flop_per_us: 20_000.0, link_bytes_per_us: 5_000.0, latency_us: 5.0 }
-    }
-}
-
 /// A configuration with its predicted time.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub struct Candidate {
@@ -216,19 +200,30 @@ impl fmt::Display for Explain {
 }
 
 impl Explain {
-    /// Predicts all candidates for a GEMM of `flop` per rank beside `wire_bytes` over the link.
+    /// Predicts all candidates for a product of (m, n, k) per rank, whose weights have
+    /// `weight_bytes`, beside `wire_bytes` over the link.
     ///
     /// Sequential: sum of both. Chunked: the larger, plus one chunk of the smaller, plus a flag
-    /// for each chunk (`docs/protocols/ag_gemm.md`).
-    pub fn predict(what: String, flop: f64, wire_bytes: f64, size: usize, m: &Machine) -> Self {
-        let (gemm, wire) = (flop / m.gemm_flop_per_us, wire_bytes / m.link_bytes_per_us);
+    /// for each chunk (`docs/protocols/ag_gemm.md`); each chunk's product reads all weights.
+    pub fn predict(
+        what: String,
+        (shape, weight_bytes): ([usize; 3], usize),
+        wire_bytes: f64,
+        size: usize,
+        m: &Machine,
+    ) -> Self {
+        let [rows, n, k] = shape;
+        let wire = wire_bytes / m.link_bytes_per_us;
         let mut candidates = Vec::new();
         let mut add = |config: OverlapConfig, predicted_us: f64| {
             candidates.push(Candidate { config, predicted_us });
         };
-        add(OverlapConfig::of(Algo::Sequential, 1), gemm + wire + m.latency_us);
+        let whole = m.gemm_us(shape, weight_bytes);
+        add(OverlapConfig::of(Algo::Sequential, 1), whole + wire + m.latency_us);
         for sub_chunks in [1, 2, MOST_CANDIDATE_CHUNKS] {
-            let chunks = (size * sub_chunks) as f64;
+            let num = size * sub_chunks;
+            let chunks = num as f64;
+            let gemm = chunks * m.gemm_us([rows.div_ceil(num), n, k], weight_bytes);
             let overlapped = gemm.max(wire) + gemm.min(wire) / chunks + chunks * m.latency_us;
             add(OverlapConfig::of(Algo::Pipelined, sub_chunks), overlapped);
             // Tiles cost a little arithmetic efficiency on the host and win nothing there.
@@ -282,10 +277,46 @@ mod tests {
     #[test]
     fn tiny_problems_are_sequential_and_large_ones_overlap() {
         let m = Machine::default();
-        let tiny = Explain::predict("t".into(), 1e3, 1e2, 8, &m);
+        let of = |shape, wire| Explain::predict("t".into(), (shape, 1), wire, 8, &m);
+        let tiny = of([8, 8, 8], 1e2);
         assert_eq!(tiny.chosen.algo, Algo::Sequential);
-        let large = Explain::predict("l".into(), 1e9, 1e8, 8, &m);
+        let large = of([1 << 10, 1 << 10, 1 << 9], 1e8);
         assert_ne!(large.chosen.algo, Algo::Sequential);
         assert!(large.to_string().lines().count() > 5 && large.to_string().contains('*'));
+    }
+
+    /// What two H200 took (docs/lab/gemm.md): AG+GEMM of 8192 x 28672 with 256, 2048 and 8192 rows.
+    #[test]
+    fn each_chunk_reads_all_weights() {
+        let m = Machine {
+            gemm_flop_per_us: 690e6,
+            weight_bytes_per_us: 4.2e6,
+            tile_rows: 128,
+            link_bytes_per_us: 300e3,
+            latency_us: 20.0,
+        };
+        let (n, k) = (28672, 8192);
+        let of = |rows: usize| {
+            let wire = (rows * k) as f64;
+            Explain::predict("t".into(), ([rows, n, k], 2 * n * k), wire, 2, &m)
+        };
+        let took = |e: &Explain, algo, sub_chunks| {
+            let c = OverlapConfig::of(algo, sub_chunks);
+            e.candidates.iter().find(|x| x.config == c).map(|x| x.predicted_us).unwrap()
+        };
+        // Rows; sequential, and pipelined with 1, 2 and 4 chunks of a shard, in microseconds.
+        for (rows, seq, pipelined) in [
+            (256, 203.0, [262.0, 478.0, 894.0]),
+            (2048, 1444.0, [1442.0, 1436.0, 1643.0]),
+            (8192, 5755.0, [5635.0, 5710.0, 5775.0]),
+        ] {
+            let e = of(rows);
+            let near = |x: f64, seen: f64| assert!((x / seen - 1.0).abs() < 0.2, "{x} {seen}");
+            near(took(&e, Algo::Sequential, 1), seq);
+            for (i, seen) in pipelined.into_iter().enumerate() {
+                near(took(&e, Algo::Pipelined, 1 << i), seen);
+            }
+            assert_eq!(e.chosen.algo == Algo::Sequential, rows == 256, "{rows}: {e}");
+        }
     }
 }

@@ -52,7 +52,7 @@ impl GemmArPlan {
         let signals = Arc::new(heap.team().signals(num, "gemm_ar")?);
         let text = format!("{} {} {}", d.common(), d.out, choice.text());
         let core = PlanCore::new("gemm_ar", heap, text)?.using([&slots, &gather], [&signals]);
-        let (machine, device) = (Machine::default(), OnceLock::new());
+        let (machine, device) = (Machine::of(&heap.device(), desc.0.x)?, OnceLock::new());
         Ok(Self { desc, core, slots, gather, signals, choice, machine, device })
     }
 

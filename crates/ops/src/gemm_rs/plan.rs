@@ -51,7 +51,7 @@ impl GemmRsPlan {
         let core =
             PlanCore::new("gemm_rs", heap, format_args!("{} {}", desc.common(), choice.text()))?
                 .using([&slots], [&signals]);
-        let (machine, device) = (Machine::default(), OnceLock::new());
+        let (machine, device) = (Machine::of(&heap.device(), desc.x)?, OnceLock::new());
         Ok(Self { desc, core, slots, signals, choice, machine, device })
     }
 
@@ -161,9 +161,9 @@ impl GemmRsPlan {
 
 /// `wire_factor`: 1 for the scatter alone, 2 with the gather of an all-reduce.
 pub(crate) fn explain(d: &GemmRsDesc, size: usize, wire_factor: f64, machine: &Machine) -> Explain {
-    let flop = 2.0 * (d.m * d.k) as f64 * d.n as f64;
     let wire = wire_factor * (d.m * d.n * d.wire.size() * (size - 1)) as f64 / size as f64;
-    Explain::predict(d.to_string(), flop, wire, size, machine)
+    let product = ([d.m, d.n, d.k], d.n * d.k * d.w.size());
+    Explain::predict(d.to_string(), product, wire, size, machine)
 }
 
 /// Puts, bytes and signals of the scatter, from its definition.
