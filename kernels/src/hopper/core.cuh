@@ -75,9 +75,9 @@ struct TwTickets {
         : full((u64*)(tw_smem + TW_HG_AT_BARRIERS) + 2 * TW_HG_STAGES), empty(full + 1), word((u32*)(full + 2)), parity(0), counted(counted) {}
 
     // The one behind `t`, for a whole warp, of which one lane says that all have it, or for a
-    // thread. That arrival must not overtake the load: it is relaxed, since a release would wait for
-    // all stores of the warp, and takes another way than loads, which wait in a queue behind those
-    // of the other warps' epilogues. So its address depends on the number, of less than 2^31.
+    // thread. That arrival must not overtake the load: it is relaxed, since a release would wait
+    // for all stores of the warp, and takes another way than loads, which wait in a queue behind
+    // those of the other warps' epilogues. So its address depends on the number, of less than 2^31.
     template <bool WARP> __device__ __forceinline__ u32 next(u32 t) {
         if (!counted) return t + nclusterid_x();
         while (!mbarrier_try_wait_parity_cluster(full, parity)) {
@@ -149,9 +149,10 @@ __device__ __forceinline__ void tw_prefetch(const void* p, i64 ld, u32 row, u32 
     for (u32 left = min((u32)TW_HG_M, max(rows, row) - row); left > 0; left--, at += ld * size) bulk_prefetch_l2(at, bytes);
 }
 
-// Brings the pre-activations that the epilogue of a tile reads to L2, under the tile's last products:
-// else the multipliers would wait for memory. Not what it adds to: of short sums the loader has no
-// time for that, and gradients of groups of 256 and 1024 rows are 22 and 10 % faster without.
+// Brings the pre-activations that the epilogue of a tile reads to L2, under the tile's last
+// products: else the multipliers would wait for memory. Not what it adds to: of short sums the
+// loader has no time for that, and gradients of groups of 256 and 1024 rows are 22 and 10 % faster
+// without.
 template <class Tiles> __device__ __forceinline__ void tw_prefetch_epilogue(const Tiles& tiles) {
     const TwHopper& g = tiles.product();
     const u32 row = tiles.row(), col = tiles.col();

@@ -15,8 +15,8 @@ typedef unsigned int u32;
 typedef unsigned long long u64;
 typedef long long i64;
 
-// The index of this warpgroup in its block. All lanes take it from one, which the compiler knows: it
-// keeps descriptors that depend on it in registers of the warp, from which products read them.
+// The index of this warpgroup in its block. All lanes take it from one, which the compiler knows:
+// it keeps descriptors that depend on it in registers of the warp, from which products read them.
 // Otherwise it moves two registers of threads there (R2UR) in front of each product.
 __device__ __forceinline__ u32 warpgroup_index() {
     return __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);

@@ -1,4 +1,4 @@
-//! What the driver says of a device's rates.
+//! Rates of a device, as its driver gives them.
 
 use cudarc::driver::sys::CUdevice_attribute as A;
 

@@ -285,7 +285,7 @@ mod tests {
         assert!(large.to_string().lines().count() > 5 && large.to_string().contains('*'));
     }
 
-    /// What two H200 took (docs/lab/gemm.md): AG+GEMM of 8192 x 28672 with 256, 2048 and 8192 rows.
+    /// Times of two H200 (docs/lab/gemm.md): AG+GEMM of 8192 x 28672 with 256, 2048 and 8192 rows.
     #[test]
     fn each_chunk_reads_all_weights() {
         let m = Machine {

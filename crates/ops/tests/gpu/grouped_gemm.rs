@@ -567,11 +567,10 @@ fn graphs_do_not_meet_launches_nor_their_own_branches() {
         let (d, [(a, of_a), (b, of_b)], h) = two(&g, form, dtype);
         // Each plan sees the lists of tensors before a capture: the core wants that.
         let [eager, gone] = [plan(&g, d), plan(&g, d)];
-        a.run(&g, &eager);
-        a.run(&g, &gone);
-        b.run(&h, &gone);
-        g.stream.synchronize().unwrap();
-        h.stream.synchronize().unwrap();
+        for (p, on, plan) in [(&a, &g, &eager), (&a, &g, &gone), (&b, &h, &gone)] {
+            p.run(on, plan);
+            on.stream.synchronize().unwrap();
+        }
         g.stream.begin_capture().unwrap();
         a.run(&g, &eager);
         let one = g.stream.end_capture().unwrap().instantiate().unwrap();
@@ -587,8 +586,7 @@ fn graphs_do_not_meet_launches_nor_their_own_branches() {
         drop(gone);
         for round in 0..3 {
             for graph in [&one, &branches] {
-                a.reset();
-                b.reset();
+                [&a, &b].into_iter().for_each(Problem::reset);
                 g.stream.replay(graph).unwrap();
                 if std::ptr::eq(graph, &one) {
                     b.run(&h, &eager);

@@ -213,9 +213,9 @@ fn products_of_groups_by_the_core() {
     }
 }
 
-/// Short sums into large results, many times: the loads and stores of one warpgroup stand in the way
-/// of the other's ticket. Numbers are whole and small, so that every sum is exact; those of all rows
-/// and columns are compared, and 21 launches with one.
+/// Short sums into large results, many times: the loads and stores of one warpgroup stand in the
+/// way of the other's ticket. Numbers are whole and small, so that every sum is exact; those of all
+/// rows and columns are compared, and 21 launches with one.
 #[test]
 fn short_sums_are_added_to_large_results() {
     let Some(g) = hopper() else { return };
@@ -300,7 +300,8 @@ fn groups_that_the_core_does_not_take() {
         let e = GroupedGemmPlan::with_backend(d, by).unwrap().prepare(&g.stream).unwrap_err();
         assert!(e.is_unsupported() && e.get_hint().is_some() && e.to_string().contains(why), "{e}");
     }
-    // Features of 30 take the portable kernels; the emulated device here is large enough for others.
+    // Features of 30 take the portable kernels; the emulated device here is large enough for
+    // others.
     let takes = |d: GroupedDesc| {
         let auto = GroupedGemmPlan::new(d).unwrap();
         auto.prepare(&g.stream).unwrap();

@@ -76,8 +76,8 @@ pub(super) fn fitting(
     Ok(v.and_then(|v| v.fitting(most, bytes)))
 }
 
-/// The compilations that plain causal attention of `dtype` takes, with heads of `dqk` and `dv`; also
-/// those for sm_90a if `core`.
+/// The compilations that plain causal attention of `dtype` takes, with heads of `dqk` and `dv`;
+/// also those for sm_90a if `core`.
 pub(crate) fn units(
     dtype: DType,
     (dqk, dv): (usize, usize),
@@ -127,8 +127,8 @@ pub(super) fn core_lacks(
     })
 }
 
-/// Returns whether the portable forward pass is faster: of documents of 64 rows it takes 0.98 of the
-/// time of the one for sm_90a, of 128 rows 1.21 times (one H100, docs/lab/attention.md).
+/// Returns whether the portable forward pass is faster: of documents of 64 rows it takes 0.98 of
+/// the time of the one for sm_90a, of 128 rows 1.21 times (one H100, docs/lab/attention.md).
 fn short(d: &AttentionDesc) -> bool {
     d.sequences.tokens_q < 96 * d.sequences.q.len()
 }
