@@ -351,11 +351,10 @@ template <bool QUERIES, u32 SUMS, u32 Y, u32 STAGES, u32 SLOTS> struct TwGrad {
         const float factor = a.scale * TW_LOG2E;
         TwRing<SLOTS> xs;
         TwRing<STAGES> ys;
-        for (u32 i = 0;; i++) {
-            xs.wait_full(s.x_full);
+        xs.wait_full(s.x_full);
+        const u32 group = warpgroup_index();
+        for (u32 i = 0; s.own[xs.at].more != 0; i++) {
             const TwOwnRows& x = s.own[xs.at];
-            if (x.more == 0) break;
-            const u32 group = warpgroup_index();
             u8* own = slot(xs.at);
             Scores p, g;
             Rounded of_p = {}, of_g = {};
@@ -407,6 +406,7 @@ template <bool QUERIES, u32 SUMS, u32 Y, u32 STAGES, u32 SLOTS> struct TwGrad {
             if constexpr (SUM2) store<D2>(a, sum2, 1.0f, x, a.dv, a.ld_v, maps.sum2, own + AT_SUM2);
             if (SLOTS == 1) give_back(s.x_empty);
             xs.advance();
+            xs.wait_full(s.x_full);
         }
         if (first) bulk_wait_group<0>();
     }

@@ -41,6 +41,12 @@ fn long_rows(lib: &'static Lib) {
     (0..4).for_each(|seed| run(lib, &c, seed));
 }
 
+/// Few rows, many orders of the lanes.
+fn many_orders(lib: &'static Lib) {
+    let c = Case { out: Type::Bf16, heads: (1, 1), ..case(70, 90) };
+    (0..48).for_each(|seed| run(lib, &c, seed));
+}
+
 /// One tile of the other side for each of many own tiles.
 fn short_rows(lib: &'static Lib) {
     let c = Case { out: Type::Bf16, heads: (4, 4), ..case(30, 20) };
@@ -106,7 +112,7 @@ fn one_slot(lib: &'static Lib) {
 fn hopper_grad_scenarios() {
     let lib = base(SM90_ATTENTION_BWD.emu_text());
     let all = [long_rows, short_rows, two_tiles, masks, packed, far_scores, orders, wide_heads];
-    all.iter().chain(&[one_slot as fn(&'static Lib)]).for_each(|f| f(lib));
+    all.iter().chain(&[one_slot as fn(&'static Lib), many_orders]).for_each(|f| f(lib));
 }
 
 fn base(text: String) -> &'static Lib {
@@ -120,7 +126,7 @@ fn killed(of: (&str, &str), scenarios: &[Scenario]) {
 fn hopper_grad_load_mutants() {
     killed(
         ("attention/sm90_attention_bwd", "load"),
-        scenarios![long_rows, short_rows, two_tiles, packed, masks],
+        scenarios![long_rows, many_orders, short_rows, two_tiles, packed, masks],
     );
 }
 

@@ -71,7 +71,7 @@ pub fn ring(lib: &'static Lib, size: usize, rounds: u64, workers: u32, seed: u64
         };
         run = run.stream(r as u32, (1..=rounds).flat_map(round).collect());
     }
-    (run.workers, run.max_steps, run.deadline_ms) = (workers, 100_000_000, 60_000);
+    (run.workers, run.max_steps, run.deadline_ms) = (workers, 100_000_000, 150_000);
     if workers > 1 {
         run.tick_ns = 0;
     }
