@@ -302,8 +302,9 @@ void change(Context* from, Context* to) {
     emu_switch(from, to);
 }
 void prepare(Fiber* f) {
-    // Six registers, the address that `ret` takes, and the one that a function finds above it. All stacks begin at a page: from
-    // the same place in each, the frames of all threads would share the same few lines of the processor's cache.
+    // Six registers, the address that `ret` takes, and the one that a function finds above it. All
+    // stacks begin at a page: from the same place in each, the frames of all threads would share
+    // the same few lines of the processor's cache.
     void** top = (void**)(f->stack + STACK - f->index % 64 * 64);
     *--top = nullptr;
     *--top = (void*)fiber_main;
@@ -439,7 +440,8 @@ void poll(Fiber* f) {
     yield(f);
 }
 
-// The kernels' clock. One worker is the only one to set it, and needs no locked instruction in each step.
+// The kernels' clock. One worker is the only one to set it, and needs no locked instruction in each
+// step.
 void advance(Run* r, u64 ns) {
     if (r->cfg->workers == 1) __atomic_store_n(&r->clock, load(&r->clock) + ns, __ATOMIC_RELAXED);
     else __atomic_fetch_add(&r->clock, ns, __ATOMIC_RELAXED);

@@ -468,8 +468,9 @@ int nvrtcCompileProgram(Program* p, int num, const char** options) {
     for (const std::string& k : t.kernels)
         if (there.find(" " + k + "(") != std::string::npos || there.find("\n" + k + "(") != std::string::npos) entries += "EMU_ENTRY(" + k + ")\n";
     write(t.emu + "\n" + entries);
-    // For code that is run more often than in the tests of the emulator. With -O2 the compiler takes twice as long, and programs
-    // no less: most of their time goes into threads that take turns.
+    // For code that is run more often than in the tests of the emulator. With -O2 the compiler
+    // takes twice as long, and programs no less: most of their time goes into threads that take
+    // turns.
     good = good && compile({"-O1", "-shared", "-fPIC", "-w", "-fno-strict-aliasing", "-ffp-contract=off", "-fvisibility=hidden", "-o",
                             at + "/code.so"}) && read_file(at + "/code.so", &p->code);
     read_file(at + "/log", &p->log);

@@ -111,8 +111,8 @@ pub struct HopperGrad {
 }
 
 impl HopperGrad {
-    /// Head dimensions of all variants: of q and k, and of v.
-    pub const DIMS: [(usize, usize); 4] = [(128, 128), (64, 64), (192, 128), (256, 256)];
+    /// Head dimensions of all variants: those of the forward pass.
+    pub const DIMS: [(usize, usize); 4] = HopperVariant::DIMS;
 
     /// Returns the variant of a type and one of the [dimensions](Self::DIMS): tiles as large as
     /// registers hold, and as many as shared memory does.

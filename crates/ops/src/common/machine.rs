@@ -63,8 +63,11 @@ impl Machine {
         // Multiplications and additions of a multiprocessor in a clock; others than 16-bit types
         // are multiplied as f32.
         let (flop, share) = match (dtype, ctx.arch()?.as_str()) {
-            (DType::BF16 | DType::F16, "sm_80" | "sm_86" | "sm_89") => (2048.0, GEMM_SHARE),
-            (DType::BF16 | DType::F16, _) => (4096.0, GEMM_SHARE),
+            (DType::BF16 | DType::F16, "sm_80") => (2048.0, GEMM_SHARE),
+            (DType::BF16 | DType::F16, "sm_90a") => (4096.0, GEMM_SHARE),
+            (DType::BF16 | DType::F16, "sm_100a") => (8192.0, GEMM_SHARE),
+            // GPUs of workstations: sums of f32 at half of the rate or less.
+            (DType::BF16 | DType::F16, _) => (1024.0, GEMM_SHARE),
             _ => (256.0, 0.6),
         };
         let clocks_per_us = f64::from(ctx.num_sms()?) * f64::from(rates.clock_khz) / 1e3;
