@@ -143,9 +143,17 @@ impl Forward {
         out: DType,
         backend: AttnBackend,
     ) -> Result<Self> {
-        if let Some(hopper) = Self::hopper(ctx, d, backend)? {
-            return Ok(hopper);
+        match Self::hopper(ctx, d, backend)? {
+            Ok(hopper) => Ok(hopper),
+            Err(why) => {
+                let new = Self::portable(ctx, d, out)?;
+                let name = format!("{} (not the kernel for sm_90a: {why})", new.name);
+                Ok(Self { name, ..new })
+            }
         }
+    }
+
+    fn portable(ctx: &CudaContext, d: &AttentionDesc, out: DType) -> Result<Self> {
         let with = |v: Variant| -> Result<Self> {
             let (m, t) = (load(ctx, &SM80_ATTENTION, v.defines())?, v.forward());
             let fwd = Tiled::new(m.kernel("tw_attn_fwd")?, t.m, t, v.forward_shared_bytes())?;
@@ -165,21 +173,29 @@ impl Forward {
         }
     }
 
-    /// Returns the kernel for sm_90a; none if the portable one attends.
-    fn hopper(ctx: &CudaContext, d: &AttentionDesc, by: AttnBackend) -> Result<Option<Self>> {
+    /// Returns the kernel for sm_90a, or why the portable one attends.
+    fn hopper(
+        ctx: &CudaContext,
+        d: &AttentionDesc,
+        by: AttnBackend,
+    ) -> Result<std::result::Result<Self, String>> {
         match (core_lacks(ctx, by, hopper::unfit(d))?, by) {
             (Some(why), AttnBackend::Hopper) => return Err(not_by_hopper(&why)),
-            (None, AttnBackend::Auto) if short(d) => return Ok(None),
-            (Some(_), _) => return Ok(None),
+            (None, AttnBackend::Auto) if short(d) => {
+                return Ok(Err("its documents are short".to_owned()));
+            }
+            (Some(why), _) => return Ok(Err(why)),
             _ => {}
         }
         let (h, m) = match Hopper::new(ctx, d) {
             // Nothing to compile it with, and not shipped either.
-            Err(e) if e.is_unavailable() && by == AttnBackend::Auto => return Ok(None),
+            Err(e) if e.is_unavailable() && by == AttnBackend::Auto => {
+                return Ok(Err(e.to_string()));
+            }
             r => r?,
         };
         let (name, table) = (h.name(), m.kernel("tw_attn_table")?);
-        Ok(Some(Self { attend: Attend::Hopper(h), table, name }))
+        Ok(Ok(Self { attend: Attend::Hopper(h), table, name }))
     }
 
     /// Returns the rows of a tile of queries.
