@@ -4,7 +4,7 @@ use std::fmt;
 use std::str::FromStr;
 
 use serde::{Deserialize, Serialize};
-use tilewire_core::{Error, Result};
+use tilewire_core::{Error, ErrorKind, Result};
 
 /// The implementation of the products of a GEMM on CUDA devices. The host has one only.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Hash, Serialize, Deserialize)]
@@ -50,9 +50,67 @@ impl FromStr for GemmBackend {
     }
 }
 
+/// What may make the products of a plan on a CUDA device.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub(crate) struct GemmChoice {
+    pub backend: GemmBackend,
+    /// The most multiprocessors of a launch, if it may not take all.
+    pub num_sms: Option<u32>,
+}
+
+impl GemmChoice {
+    pub fn with_num_sms(self, num: usize) -> Self {
+        Self { num_sms: Some(u32::try_from(num.max(1)).unwrap_or(u32::MAX)), ..self }
+    }
+
+    /// # Errors
+    /// `Unsupported` for a limit that the backend which was asked for does not keep.
+    pub fn check(self) -> Result<()> {
+        match (self.num_sms, self.backend) {
+            (Some(_), GemmBackend::Portable | GemmBackend::CublasLt) => Err(Error::new(
+                ErrorKind::Unsupported,
+                format!("the backend `{}` takes all multiprocessors", self.backend),
+            )
+            .hint("use `hopper` or `auto`, or no limit of multiprocessors")),
+            _ => Ok(()),
+        }
+    }
+
+    /// The clusters of `size` blocks that a launch has on a device of `all` multiprocessors: one at
+    /// least.
+    pub fn clusters(self, all: u32, size: u32) -> u32 {
+        (self.num_sms.unwrap_or(all).min(all) / size).max(1)
+    }
+
+    /// Words for `explain` where kernels make the products that do not keep the limit.
+    pub fn not_kept(self) -> &'static str {
+        if self.num_sms.is_some() { "; it takes all multiprocessors" } else { "" }
+    }
+}
+
+impl From<GemmBackend> for GemmChoice {
+    fn from(backend: GemmBackend) -> Self {
+        Self { backend, num_sms: None }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_limit_of_multiprocessors_is_that_of_whole_clusters() {
+        let choice = GemmChoice::default();
+        assert_eq!((choice.clusters(132, 2), choice.not_kept()), (66, ""));
+        for (num, want) in [(0, 1), (1, 1), (3, 1), (4, 2), (131, 65), (132, 66), (1 << 40, 66)] {
+            assert_eq!(choice.with_num_sms(num).clusters(132, 2), want, "{num}");
+        }
+        for by in GemmBackend::NAMES.map(|(_, by)| by) {
+            let keeps = matches!(by, GemmBackend::Auto | GemmBackend::Hopper);
+            assert!(GemmChoice::from(by).check().is_ok());
+            assert_eq!(GemmChoice::from(by).with_num_sms(2).check().is_ok(), keeps, "{by}");
+        }
+    }
 
     #[test]
     fn names_parse_and_unknown_ones_list_the_legal() {

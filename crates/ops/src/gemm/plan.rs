@@ -9,13 +9,14 @@ use super::host;
 use super::launch::{GemmInputs, INS};
 use super::{AOrder, BOrder, GemmBackend, GemmDesc, device};
 use crate::common::bias_type;
+use crate::common::kernel::GemmChoice;
 use crate::common::cuda::{Ready, together_on};
 use crate::common::{apart, expect_tensor};
 
 /// A prepared GEMM. Local: no team.
 pub struct GemmPlan {
     desc: GemmDesc,
-    backend: GemmBackend,
+    choice: GemmChoice,
     ready: Ready<device::Prepared>,
 }
 
@@ -35,7 +36,18 @@ impl GemmPlan {
     /// As [`GemmDesc::check`].
     pub fn with_backend(desc: GemmDesc, backend: GemmBackend) -> Result<Self> {
         desc.check().map_err(|e| e.op("gemm"))?;
-        Ok(Self { desc, backend, ready: Ready::new() })
+        Ok(Self { desc, choice: backend.into(), ready: Ready::new() })
+    }
+
+    /// Sets the most multiprocessors of a launch on a GPU, at least 2, so that others are left for
+    /// what runs beside it; to be called before [`GemmPlan::prepare`]. The core for sm_90a keeps to
+    /// it, with the same bits whatever the number, and `auto` prefers it then. Where that does not
+    /// fit, what takes its place has all multiprocessors, as [`GemmPlan::explain`] says; the
+    /// backends `portable` and `cublaslt` are `Unsupported` at `prepare`.
+    #[must_use]
+    pub fn with_num_sms(mut self, num: usize) -> Self {
+        self.choice = self.choice.with_num_sms(num);
+        self
     }
 
     /// In words, what makes the products, and why it does: known after [`GemmPlan::prepare`].
@@ -63,7 +75,7 @@ impl GemmPlan {
     /// `Unsupported` for what no CUDA kernel does, or not the backend that was asked for;
     /// `Unavailable` without a compiler, or without that backend.
     pub fn prepare(&self, stream: &Stream) -> Result<()> {
-        let make = |ctx: &_| device::Prepared::new(ctx, &self.desc, self.backend);
+        let make = |ctx: &_| device::Prepared::new(ctx, &self.desc, self.choice);
         self.ready.prepare(stream, make).map_err(|e| e.op("gemm"))
     }
 

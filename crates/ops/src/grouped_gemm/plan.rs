@@ -10,6 +10,7 @@ use super::launch::{GroupedDgrad, GroupedFprop, GroupedWgrad};
 use super::{GroupedDesc, Splits, Weights};
 use super::{device, host};
 use crate::common::bias_type;
+use crate::common::kernel::GemmChoice;
 use crate::common::cuda::{Ready, together_on};
 use crate::common::{Named, apart, each_apart, expect_tensor};
 use crate::gemm::GemmBackend;
@@ -18,14 +19,14 @@ use crate::gemm::GemmBackend;
 /// side by side ([`GroupedGemmPlan::prepare`]); one status tells of all of them.
 pub struct GroupedGemmPlan {
     desc: GroupedDesc,
-    backend: GemmBackend,
+    choice: GemmChoice,
     status: Tensor,
     ready: Ready<device::Prepared>,
 }
 
 impl GroupedGemmPlan {
-    /// A plan, whose products on a CUDA device are made by the portable kernels, until the rates of
-    /// the core for sm_90a are measured.
+    /// A plan, whose products on a CUDA device are made by the core for sm_90a where that fits, else
+    /// by the portable kernels.
     ///
     /// # Errors
     /// As [`GroupedDesc::check`].
@@ -43,7 +44,18 @@ impl GroupedGemmPlan {
     pub fn with_backend(desc: GroupedDesc, backend: GemmBackend) -> Result<Self> {
         desc.check().map_err(|e| e.op("grouped_gemm"))?;
         let status = Tensor::zeros(DType::I32, Shape::d1(1));
-        Ok(Self { desc, backend, status, ready: Ready::new() })
+        Ok(Self { desc, choice: backend.into(), status, ready: Ready::new() })
+    }
+
+    /// Sets the most multiprocessors of a launch on a GPU, at least 2, so that others are left for
+    /// what runs beside it, such as dispatch and combine; to be called before
+    /// [`GroupedGemmPlan::prepare`]. The core for sm_90a keeps to it, with the same bits whatever
+    /// the number. Where that does not fit, the portable kernels have all multiprocessors, as
+    /// [`GroupedGemmPlan::explain`] says; asked for by name they are `Unsupported` at `prepare`.
+    #[must_use]
+    pub fn with_num_sms(mut self, num: usize) -> Self {
+        self.choice = self.choice.with_num_sms(num);
+        self
     }
 
     /// In words, what makes the products, and why it does: known after
@@ -76,7 +88,7 @@ impl GroupedGemmPlan {
     /// `Unsupported` for what no CUDA kernel does, or not the backend that was asked for;
     /// `Unavailable` without a compiler.
     pub fn prepare(&self, stream: &Stream) -> Result<()> {
-        let make = |ctx: &_| device::Prepared::new(ctx, &self.desc, self.backend);
+        let make = |ctx: &_| device::Prepared::new(ctx, &self.desc, self.choice);
         let ready =
             self.ready.prepare(stream, make).and_then(|()| match self.ready.on(stream)? {
                 Some((s, p)) => p.prepare(s),

@@ -152,6 +152,45 @@ fn the_core_gives_the_same_bits_on_two_streams() {
     same_bits(&g, &streams, &plan, (if is_emulated() { 2 } else { 50 }, 4));
 }
 
+/// With one cluster of blocks, and with as many as the device takes, the bits are the same; who
+/// cannot keep to so few multiprocessors says so.
+#[test]
+fn the_core_keeps_to_its_multiprocessors() {
+    let Some(g) = hopper() else { return };
+    let mut rng = Rng::new(37);
+    let desc = GemmDesc::nt(264, 520, 136, DType::BF16);
+    let auto = GemmPlan::new(desc).unwrap().with_num_sms(3);
+    auto.prepare(&g.stream).unwrap();
+    assert!(auto.explain().contains(" 1 clusters of 2 blocks"), "{}", auto.explain());
+    let p = Problem::new(&g, &mut rng, desc, 257);
+    p.run(&g, &plan_by(&g, desc, GemmBackend::Hopper));
+    let all = p.out.t.download().unwrap();
+    p.run(&g, &auto);
+    p.check();
+    assert!(p.out.t.download().unwrap() == all, "bits of {desc}");
+    let d = GroupedDesc { grad: DType::F32, ..GroupedDesc::new(3, 330, 144, 136, DType::BF16) };
+    let form = Form { core: true, ..Form::default() };
+    let p = grouped_gemm::Problem::new(&g, &mut rng, d, &[200, 0, 129], form);
+    is_right(&g, &p, &grouped_plan(&g, d));
+    let all = p.outs().map(|t| t.download().unwrap());
+    let few = GroupedGemmPlan::new(d).unwrap().with_num_sms(2);
+    few.prepare(&g.stream).unwrap();
+    assert!(few.explain().contains(" 1 clusters of 2 blocks"), "{}", few.explain());
+    p.reset();
+    is_right(&g, &p, &few);
+    assert!(p.outs().map(|t| t.download().unwrap()) == all, "bits of {d}");
+    // Nobody else keeps to them.
+    let odd = GemmPlan::new(GemmDesc::nt(8, 9, 7, DType::BF16)).unwrap().with_num_sms(2);
+    odd.prepare(&g.stream).unwrap();
+    assert!(odd.explain().contains("takes all multiprocessors"), "{}", odd.explain());
+    let by = GemmPlan::with_backend(desc, GemmBackend::Portable).unwrap().with_num_sms(2);
+    let groups = GroupedGemmPlan::with_backend(d, GemmBackend::Portable).unwrap().with_num_sms(2);
+    for e in [by.prepare(&g.stream), groups.prepare(&g.stream)].map(Result::unwrap_err) {
+        assert!(e.is_unsupported() && e.get_hint().is_some(), "{e}");
+        assert!(e.to_string().contains("takes all multiprocessors"), "{e}");
+    }
+}
+
 fn grouped_plan(g: &Gpu, d: GroupedDesc) -> GroupedGemmPlan {
     let plan = GroupedGemmPlan::with_backend(d, GemmBackend::Hopper).unwrap();
     plan.prepare(&g.stream).unwrap();
@@ -351,6 +390,7 @@ fn the_core_runs_on_emulated_devices() {
         "hopper::products_by_the_core",
         "hopper::what_the_core_does_not_take",
         "hopper::the_core_gives_the_same_bits_on_two_streams",
+        "hopper::the_core_keeps_to_its_multiprocessors",
         "hopper::products_of_groups_by_the_core",
         "hopper::replays_of_the_core_follow_the_splits",
         "hopper::groups_that_the_core_does_not_take",
@@ -361,6 +401,6 @@ fn the_core_runs_on_emulated_devices() {
     let out = run.env("TW_EMU_SMS", "8").args(&words).output().unwrap();
     let text = String::from_utf8_lossy(&out.stdout);
     let text = format!("{text}{}", String::from_utf8_lossy(&out.stderr));
-    assert!(out.status.success() && text.contains("7 passed"), "{text}");
+    assert!(out.status.success() && text.contains("8 passed"), "{text}");
     assert!(!text.contains(WORDS), "{text}");
 }

@@ -17,6 +17,7 @@ use super::cublaslt::row_counts;
 use super::product::{ACCUMULATE, Matrix, Product, bias_flag};
 use crate::common::counters::Counters;
 use crate::common::cuda::load;
+use crate::common::kernel::GemmChoice;
 use crate::gemm::{AOrder, Activation, BOrder, GemmDesc};
 
 /// Addresses, and rows that tensor maps describe, are multiples of this.
@@ -149,8 +150,8 @@ impl Hopper {
     ///
     /// # Errors
     /// As [`CudaContext::module`]; `Unsupported` if the device refuses the shared memory.
-    pub fn new(ctx: &CudaContext, d: &GemmDesc) -> Result<Self> {
-        let clusters = (ctx.num_sms()? / CLUSTER).max(1);
+    pub fn new(ctx: &CudaContext, d: &GemmDesc, choice: GemmChoice) -> Result<Self> {
+        let clusters = choice.clusters(ctx.num_sms()?, CLUSTER);
         let mut kernels = Vec::new();
         for v in wanted(d, clusters) {
             let kernel = load(ctx, &HOPPER_GEMM, v.defines())?.kernel("tw_hopper_gemm")?;

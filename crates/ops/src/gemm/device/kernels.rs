@@ -17,6 +17,7 @@ use super::product::{
 };
 use super::widen::{Widened, kernel_desc};
 use crate::common::Bias;
+use crate::common::kernel::GemmChoice;
 use crate::common::cuda::{addr, fit_32_bits, gemm_defines, hold, load, no_kernel, too_few_sms};
 use crate::gemm::backend::unfit;
 use crate::gemm::{AOrder, BOrder, GemmBackend, GemmDesc, GemmInputs, Operand};
@@ -68,7 +69,7 @@ pub(crate) struct GemmKernels {
     kernel: Kernel,
     tile: Tile,
     flags: u32,
-    backend: GemmBackend,
+    choice: GemmChoice,
     /// Or why not.
     lt: Why<Lt>,
     /// Or why not.
@@ -84,11 +85,34 @@ impl GemmKernels {
     /// # Errors
     /// `Unsupported` for what no kernel does, and `Unavailable` without cuBLASLt, if `backend` asks
     /// for it; as [`CudaContext::module`].
-    pub fn new(ctx: &CudaContext, desc: &GemmDesc, backend: GemmBackend) -> Result<Self> {
+    pub fn new(
+        ctx: &CudaContext,
+        desc: &GemmDesc,
+        choice: impl Into<GemmChoice>,
+    ) -> Result<Self> {
+        let choice = choice.into();
+        choice.check()?;
         let (name, tile, flags) = plan(desc)?;
         let kernel = load(ctx, &SM80_GEMM, gemm_defines(desc.a))?.kernel(name)?;
         kernel.allow_shared(tile.shared_bytes)?;
-        let lt = match (backend, unfit(desc)) {
+        let (lt, hopper) = match choice.num_sms {
+            None => {
+                let lt = Self::lt(ctx, desc, choice.backend)?;
+                let hopper = Self::hopper(ctx, desc, choice, lt.is_ok())?;
+                (lt, hopper)
+            }
+            Some(num) => match Self::hopper(ctx, desc, choice, false)? {
+                Err(why) => (Self::lt(ctx, desc, choice.backend)?, Err(why)),
+                Ok(core) => {
+                    (Err(format!("{num} multiprocessors are the most of a launch")), Ok(core))
+                }
+            },
+        };
+        Ok(Self { kernel, tile, flags, choice, lt, hopper, differs: AtomicBool::new(false) })
+    }
+
+    fn lt(ctx: &CudaContext, desc: &GemmDesc, by: GemmBackend) -> Result<Why<Lt>> {
+        Ok(match (by, unfit(desc)) {
             (GemmBackend::Portable, _) => Err(ASKED_FOR.to_owned()),
             (GemmBackend::Hopper, _) => Err("the core was asked for".to_owned()),
             (GemmBackend::CublasLt, Some(why)) => return Err(not_made_by("cuBLASLt", &why)),
@@ -98,17 +122,16 @@ impl GemmKernels {
                 Err(e) if e.is_unavailable() || e.is_unsupported() => Err(e.to_string()),
                 r => Ok(r?),
             },
-        };
-        let hopper = Self::hopper(ctx, desc, backend, lt.is_ok())?;
-        Ok(Self { kernel, tile, flags, backend, lt, hopper, differs: AtomicBool::new(false) })
+        })
     }
 
     fn hopper(
         ctx: &CudaContext,
         d: &GemmDesc,
-        by: GemmBackend,
+        choice: GemmChoice,
         has_lt: bool,
     ) -> Result<Why<Hopper>> {
+        let by = choice.backend;
         let why = match by {
             GemmBackend::Portable => Some(ASKED_FOR.to_owned()),
             GemmBackend::CublasLt => Some("cuBLASLt was asked for".to_owned()),
@@ -123,7 +146,7 @@ impl GemmKernels {
         match why {
             Some(why) if by == GemmBackend::Hopper => Err(not_made_by(CORE, &why)),
             Some(why) => Ok(Err(why)),
-            None => match Hopper::new(ctx, d) {
+            None => match Hopper::new(ctx, d, choice) {
                 // Nothing to compile it with, and not shipped either.
                 Err(e) if e.is_unavailable() && by == GemmBackend::Auto => Ok(Err(e.to_string())),
                 r => Ok(Ok(r?)),
@@ -155,16 +178,17 @@ impl GemmKernels {
     /// Returns what makes the products, and why.
     pub fn explain(&self) -> String {
         match (self.of(&self.lt), self.of(&self.hopper)) {
-            (Ok(lt), _) => format!("products: {}", lt.explain()),
+            (Ok(lt), _) => format!("products: {}{}", lt.explain(), self.choice.not_kept()),
             (Err(why), Ok(hopper)) => {
                 format!("products: {}, because of cuBLASLt: {why}", hopper.explain())
             }
             (Err(lt), Err(why)) if lt == why => {
-                format!("products: the portable kernel, because {why}")
+                format!("products: the portable kernel, because {why}{}", self.choice.not_kept())
             }
             (Err(lt), Err(why)) => {
                 format!(
-                    "products: the portable kernel, because of cuBLASLt: {lt}; of {CORE}: {why}"
+                    "products: the portable kernel, because of cuBLASLt: {lt}; of {CORE}: {why}{}",
+                    self.choice.not_kept()
                 )
             }
         }
@@ -194,10 +218,10 @@ impl GemmKernels {
                 //
                 // SAFETY: the caller's contract.
                 None => match unsafe { lt.launch(stream, p) } {
-                    Err(e) if e.is_unsupported() && self.backend == GemmBackend::Auto => {}
+                    Err(e) if e.is_unsupported() && self.choice.backend == GemmBackend::Auto => {}
                     r => return r,
                 },
-                Some(why) if self.backend == GemmBackend::CublasLt => {
+                Some(why) if self.choice.backend == GemmBackend::CublasLt => {
                     return Err(not_made_by("cuBLASLt", &why));
                 }
                 Some(_) => {}
@@ -207,7 +231,7 @@ impl GemmKernels {
             match hopper.refuses(p) {
                 // SAFETY: the caller's contract.
                 None => return unsafe { hopper.launch(stream, p) },
-                Some(why) if self.backend == GemmBackend::Hopper => {
+                Some(why) if self.choice.backend == GemmBackend::Hopper => {
                     return Err(not_made_by(CORE, &why));
                 }
                 Some(_) => {}
@@ -270,10 +294,10 @@ pub(crate) struct Prepared {
 }
 
 impl Prepared {
-    pub fn new(ctx: &CudaContext, desc: &GemmDesc, backend: GemmBackend) -> Result<Self> {
+    pub fn new(ctx: &CudaContext, desc: &GemmDesc, choice: GemmChoice) -> Result<Self> {
         let widened = Widened::of(ctx, desc)?;
         let desc = kernel_desc(desc);
-        let kernels = GemmKernels::new(ctx, &desc, backend)?;
+        let kernels = GemmKernels::new(ctx, &desc, choice)?;
         let row_sums = desc
             .epilogue
             .bgrad

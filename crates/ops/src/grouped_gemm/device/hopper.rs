@@ -16,6 +16,7 @@ use tilewire_kernels::hopper::{
 
 use crate::common::counters::Counters;
 use crate::common::cuda::{hold, load};
+use crate::common::kernel::GemmChoice;
 use crate::gemm::Activation;
 use crate::grouped_gemm::GroupedDesc;
 
@@ -170,8 +171,8 @@ impl Hopper {
     ///
     /// # Errors
     /// As [`CudaContext::module`]; `Unsupported` if the device refuses the shared memory.
-    pub fn new(ctx: &CudaContext, d: &GroupedDesc) -> Result<Self> {
-        let clusters = (ctx.num_sms()? / CLUSTER).max(1);
+    pub fn new(ctx: &CudaContext, d: &GroupedDesc, choice: GemmChoice) -> Result<Self> {
+        let clusters = choice.clusters(ctx.num_sms()?, CLUSTER);
         let mut kernels = Vec::new();
         for pass in Pass::ALL {
             for v in variants(pass, d, clusters) {

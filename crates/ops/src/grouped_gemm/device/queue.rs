@@ -13,6 +13,7 @@ use tilewire_kernels::abi::{TwAddresses, TwGemm, TwGrouped};
 use super::hopper::{self, Hopper};
 use super::workspace::{Widened, Workspace, Workspaces};
 use crate::common::Bias;
+use crate::common::kernel::GemmChoice;
 use crate::common::cuda::{addr, fit_32_bits, gemm_defines, hold, load, too_few_sms};
 use crate::gemm::device::Wide;
 use crate::gemm::device::bias_flag;
@@ -49,7 +50,7 @@ pub(crate) struct Prepared {
     dact: Kernel,
     fill_table: Kernel,
     workspaces: Workspaces,
-    backend: GemmBackend,
+    choice: GemmChoice,
     /// Or why not.
     hopper: std::result::Result<Hopper, String>,
     /// `[1]` i32.
@@ -113,9 +114,10 @@ enum Matrices<'a> {
 }
 
 impl Prepared {
-    pub fn new(ctx: &CudaContext, desc: &GroupedDesc, backend: GemmBackend) -> Result<Self> {
+    pub fn new(ctx: &CudaContext, desc: &GroupedDesc, choice: GemmChoice) -> Result<Self> {
+        choice.check()?;
         let tile = check(desc)?;
-        let hopper = Self::hopper(ctx, desc, backend)?;
+        let hopper = Self::hopper(ctx, desc, choice)?;
         let workspaces = Workspaces::new(ctx, desc);
         let desc = &match desc.dtype.is_fp8() {
             true => GroupedDesc { dtype: DType::F32, ..*desc },
@@ -138,7 +140,7 @@ impl Prepared {
             dact: module.kernel("tw_grouped_dact")?,
             fill_table: module.kernel("tw_grouped_table")?,
             workspaces,
-            backend,
+            choice,
             hopper,
             status: Tensor::zeros(DType::I32, Shape::d1(1)).to(&Device::Cuda(ctx.clone()))?,
         })
@@ -148,8 +150,9 @@ impl Prepared {
     fn hopper(
         ctx: &CudaContext,
         d: &GroupedDesc,
-        by: GemmBackend,
+        choice: GemmChoice,
     ) -> Result<std::result::Result<Hopper, String>> {
+        let by = choice.backend;
         let why = match by {
             GemmBackend::Portable => Some(ASKED_FOR.to_owned()),
             GemmBackend::CublasLt => {
@@ -166,7 +169,7 @@ impl Prepared {
         match why {
             Some(why) if by == GemmBackend::Hopper => Err(not_made_by(CORE, &why)),
             Some(why) => Ok(Err(why)),
-            None => match Hopper::new(ctx, d) {
+            None => match Hopper::new(ctx, d, choice) {
                 // Nothing to compile it with, and not shipped either.
                 Err(e) if e.is_unavailable() && by == GemmBackend::Auto => Ok(Err(e.to_string())),
                 r => r.map(Ok),
@@ -178,7 +181,10 @@ impl Prepared {
     pub fn explain(&self) -> String {
         match &self.hopper {
             Ok(hopper) => format!("products: {}", hopper.explain()),
-            Err(why) => format!("products: the portable kernels, because {why}"),
+            Err(why) => {
+                let kept = self.choice.not_kept();
+                format!("products: the portable kernels, because {why}{kept}")
+            }
         }
     }
 
@@ -433,7 +439,7 @@ impl Run<'_> {
             hold(stream, held.clone());
             match Self::by_core(stream, (core, of), pass.matrices, p)? {
                 None => return Ok(()),
-                Some(why) if self.backend == GemmBackend::Hopper => {
+                Some(why) if self.choice.backend == GemmBackend::Hopper => {
                     return Err(not_made_by(CORE, &why));
                 }
                 Some(_) => {}
