@@ -21,6 +21,7 @@ use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 use tilewire::ops::collective::CollectiveBackend;
+use tilewire::ops::gemm::GemmBackend;
 use tilewire::prelude::*;
 
 pub use ctx::{Ctx, Tally};
@@ -30,6 +31,9 @@ use crate::rows::Row;
 /// The family of the cases that go through NCCL: on devices only, and apart from the others,
 /// because the library does what sanitizers report.
 const NCCL: &str = "nccl";
+
+/// How the operations of cases end whose products the core for sm_90a makes: on devices only.
+const CORE: &str = "/hopper";
 
 fn has_no_nccl() -> bool {
     tilewire::device::cuda::NcclComm::library().is_err()
@@ -74,6 +78,15 @@ impl Case {
     /// True if everything moves through NCCL.
     fn by_nccl(&self) -> bool {
         self.family() == NCCL
+    }
+
+    /// True if the core for sm_90a makes the products, on a device of any size.
+    fn by_core(&self) -> bool {
+        self.op.ends_with(CORE)
+    }
+
+    fn gemm_backend(&self) -> GemmBackend {
+        if self.by_core() { GemmBackend::Hopper } else { GemmBackend::Auto }
     }
 
     /// Operation and variant, whoever moves the data.
@@ -167,7 +180,7 @@ pub fn cases(options: &Options) -> Result<Vec<Case>> {
     let mut selected: Vec<Case> = all
         .into_iter()
         .filter(|c| options.ops.is_empty() || options.ops.iter().any(|o| names(c, o)))
-        .filter(|c| !c.by_nccl() || options.backend != BackendKind::Host)
+        .filter(|c| !(c.by_nccl() || c.by_core()) || options.backend != BackendKind::Host)
         .filter(|c| options.dtypes.is_empty() || options.dtypes.contains(&c.dtype))
         .collect();
     for (name, &value) in &options.shape {
