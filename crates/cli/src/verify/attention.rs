@@ -4,12 +4,12 @@ mod magnitude;
 mod problem;
 mod share;
 
-use tilewire::ops::attention::{AttentionPlan, AttnConfig, AttnGrads, AttnOut};
+use tilewire::ops::attention::{AttentionPlan, AttnBackend, AttnConfig, AttnGrads, AttnOut};
 use tilewire::prelude::*;
 
 pub(super) use problem::{Problem, describe};
 
-use super::{Case, Ctx};
+use super::{CORE, Case, Ctx};
 
 pub(super) fn cases() -> Vec<Case> {
     let mut v = Vec::new();
@@ -32,12 +32,22 @@ pub(super) fn cases() -> Vec<Case> {
         v.push(Case::new("attention/causal+gqa", DType::F32, &shape, run));
         v.push(Case::new("attention/full+gqa", DType::BF16, &shape, run));
     }
+    // Several tiles of queries and of keys, tails of both.
+    for (words, seq, d, dtype) in [
+        ("causal+gqa+sink", 300, 128, DType::BF16),
+        ("full+mqa", 170, 64, DType::F16),
+        ("window+packed+gqa", 330, 64, DType::BF16),
+        ("causal+padded+masked", 140, 256, DType::BF16),
+    ] {
+        let shape = [("seq", seq), ("d", d)];
+        v.push(Case::new(format!("attention/{words}{CORE}"), dtype, &shape, run));
+    }
     v
 }
 
 /// The words of a case's name.
 pub(super) fn words(case: &Case) -> Vec<&str> {
-    case.op.split('/').next_back().unwrap_or("").split('+').collect()
+    case.op.trim_end_matches(CORE).split('/').next_back().unwrap_or("").split('+').collect()
 }
 
 fn run(ctx: &mut Ctx, case: &Case) -> Result<()> {
@@ -47,8 +57,11 @@ fn run(ctx: &mut Ctx, case: &Case) -> Result<()> {
     let s = &desc.sequences;
     let [q, kv] = [s.tokens_q, s.tokens_kv].map(|n| [n].map(|n| 0..n));
     let small = AttnConfig { block_q: 5, block_kv: 7 };
-    for config in [None, Some(small)] {
-        let plan = AttentionPlan::new(desc.clone(), config)?;
+    // The core has tiles of its own.
+    let configs = if case.by_core() { vec![None] } else { vec![None, Some(small)] };
+    let by = if case.by_core() { AttnBackend::Hopper } else { AttnBackend::Auto };
+    for config in configs {
+        let plan = AttentionPlan::with_backend(desc.clone(), config, by)?;
         plan.prepare(&ctx.stream)?;
         let x = p.inputs(ctx, &q, &kv)?;
         let mut first: Option<(AttnOut, AttnGrads)> = None;
