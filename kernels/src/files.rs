@@ -15,6 +15,7 @@ files![
     "attention/backward.cuh",
     "attention/common.cuh",
     "attention/delta.cuh",
+    "attention/extras.cuh",
     "attention/forward.cuh",
     "attention/hopper.cuh",
     "attention/hopper_grad.cuh",

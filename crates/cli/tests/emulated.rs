@@ -37,7 +37,7 @@ const RUNS: [Run; 12] = [
     ("ep,bulk", "2,3", 3, 90, "", 2 * 27),
     ("grouped_gemm", "1", 1, 90, "", 17),
     (FUSED, "2", 2, 90, "", 18),
-    ("attention", "1", 1, 90, "", 42),
+    ("attention", "1", 1, 90, "", 44),
     (MOVES, "2,3", 3, 80, "", 2 * 51),
     ("ep", "3", 3, 80, "", 25),
     // Two ranks to a device.

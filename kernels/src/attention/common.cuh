@@ -1,4 +1,4 @@
-// Shared by the attention kernels of mma.sync and the plain ones: tiles in shared memory, extras.
+// Shared by the attention kernels of mma.sync and the plain ones: tiles in shared memory.
 //
 // A tile in shared memory is [rows][TW_DQP or TW_DVP] 16-bit elements, with the 16-byte chunk c of
 // row r at position c ^ (r % 8), so that the eight rows that ldmatrix reads together are in
@@ -9,13 +9,9 @@
 #pragma once
 
 #include "delta.cuh"
+#include "extras.cuh"
 #include "segments.cuh"
 #include "../ptx/barrier.cuh"
-
-// 1: code for softcap, bias, dropout and non-positive scales is compiled in ("extras").
-#ifndef TW_ATTN_EXTRA
-#define TW_ATTN_EXTRA 0
-#endif
 
 enum : u32 {
     TW_DQ = TW_ATTN_DQK,
@@ -213,38 +209,3 @@ struct TwBlock {
     int at, at_last;
     TwWalk walk;
 };
-
-// ---- Optional features.
-
-// The score of a pair from its product, and the derivative of the score by product times scale.
-__device__ __forceinline__ float tw_score(const TwAttn& a, float product, const float* bias, float& slope) {
-    float z = product * a.scale;
-    slope = 1.0f;
-    if (a.softcap > 0) {
-        const float t = tanhf(z / a.softcap);
-        z = a.softcap * t, slope = 1.0f - t * t;
-    }
-    return bias ? z + *bias : z;
-}
-
-// SplitMix64 finaliser, as in `tilewire_core::Rng`.
-__device__ __forceinline__ u64 tw_mix(u64 z) {
-    z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9ull;
-    z = (z ^ z >> 27) * 0x94d049bb133111ebull;
-    return z ^ z >> 31;
-}
-
-// Whether dropout keeps a pair of global rows; `seed` is mixed.
-__device__ __forceinline__ bool tw_kept(const TwAttn& a, u64 seed, u32 head, u32 q_row, u32 kv_row) {
-    const u64 at = (u64)(a.first_head + head) << 48 | (u64)q_row << 24 | kv_row;
-    return tw_mix(seed + at * 0x9e3779b97f4a7c15ull + 1) >> 11 >= a.drop_below;
-}
-__device__ __forceinline__ u64 tw_drop_seed(const TwAttn& a) {
-    return tw_mix(a.drop_seed ^ 0x9e3779b97f4a7c15ull);
-}
-
-// The bias of a pair of positions, or null.
-__device__ __forceinline__ const float* tw_bias(const TwAttn& a, u32 head, u32 i, u32 j) {
-    const u32 h = a.bias_heads == 1 ? 0 : a.first_head + head;
-    return a.bias ? a.bias + ((i64)h * a.bias_sq + i) * a.bias_skv + j : nullptr;
-}

@@ -94,6 +94,9 @@ struct TwShared {
     TwKeys keys[TW_HA_STAGES];
     // Of the loader: the tile that it loads, and the next one.
     TwPlan plans[2];
+    // With extras: of queries, and the global rows of keys.
+    TwPlace places[2];
+    u32 globals[TW_HA_STAGES];
 };
 static_assert(sizeof(TwShared) <= TW_HA_STATE_BYTES, "what the host asks for");
 
@@ -140,6 +143,10 @@ __device__ __forceinline__ void tw_ha_load_tiles(const TwAttn& a, const TwAttnOr
         const u32 head = p.queries.head / group;
         qs.wait_empty(s.q_empty);
         s.queries[qs.at] = p.queries;
+        if (TW_ATTN_EXTRA) {
+            const u32 first = p.queries.row - p.own.row;
+            s.places[qs.at] = {p.own.pos + first, p.own.global + first};
+        }
         mbarrier_arrive_expect_tx(s.q_full + qs.at, TW_HA_Q_BYTES);
         tw_ha_load<TW_HA_D, TW_HA_M>(tw_smem + qs.at * TW_HA_Q_BYTES, mq, s.q_full + qs.at, p.queries.head, p.queries.row, p.queries.num);
         qs.advance();
@@ -155,6 +162,7 @@ __device__ __forceinline__ void tw_ha_load_tiles(const TwAttn& a, const TwAttnOr
             last = p.walk.tiles[(n + 1) % 4].num == 0 ? 1 : 0;
             ks.wait_empty(s.k_empty);
             s.keys[ks.at] = {t.pos, t.num, last};
+            if (TW_ATTN_EXTRA) s.globals[ks.at] = t.global;
             mbarrier_arrive_expect_tx(s.k_full + ks.at, TW_HA_K_BYTES);
             tw_ha_load<TW_HA_D, TW_HA_N>(tw_smem + TW_HA_AT_K + ks.at * TW_HA_K_BYTES, mk, s.k_full + ks.at, head, t.row, t.num);
             ks.advance();
@@ -210,7 +218,25 @@ __device__ __forceinline__ void tw_ha_issue_out(TwHaOut& o, const TwHaProbs& p, 
     wgmma_commit_group();
 }
 
-// Sets products to -inf where the mask hides the pair or the key is behind the tile's last.
+// With extras: turns products into scores in base 2.
+__device__ __forceinline__ void tw_ha_scores(const TwAttn& a, TwHaScores& s, const TwPairTile& at) {
+#pragma unroll
+    for (u32 i = 0; i < TW_HA_N / 2; i++) {
+        float slope;
+        s[i] = at.score(a, s[i], tw_ha_row(i), tw_ha_col(i), slope);
+    }
+}
+
+// Zeroes probabilities that dropout drops. The factor of those that it keeps comes at the end.
+__device__ __forceinline__ void tw_ha_drop(const TwAttn& a, TwHaScores& p, const TwPairTile& at) {
+    const u64 seed = tw_drop_seed(a);
+#pragma unroll
+    for (u32 i = 0; i < TW_HA_N / 2; i++) {
+        if (!at.kept(a, seed, tw_ha_row(i), tw_ha_col(i))) p[i] = 0.0f;
+    }
+}
+
+// Sets scores to -inf where the mask hides the pair or the key is behind the tile's last.
 __device__ __forceinline__ void tw_ha_mask(const TwAttn& a, TwHaScores& s, const TwQueries& q, const TwKeys& k) {
     const int at = q.at + (int)(threadIdx.x / 128 * 64);
     if (k.num == TW_HA_N && k.pos >= at + 63 - a.left && k.pos + (int)TW_HA_N - 1 <= at + a.right) return;
@@ -275,7 +301,7 @@ __device__ __forceinline__ void tw_ha_finish(const TwAttn& a, const TwHaOut& o, 
         const float mine = r.max[half] == -TW_INF ? -TW_INF : r.max[half] * factor;
         const TwFinished end = tw_finish_row(mine, tw_quad_sum(r.sum[half]), sink);
         if (threadIdx.x % 4 == 0 && row < q.num) a.lse[(i64)q.head * a.tokens_q + q.row + row] = end.lse;
-        f[half] = end.factor;
+        f[half] = TW_ATTN_EXTRA ? end.factor * a.keep : end.factor;
     }
     const TwRows to = {q.row, q.num, q.head};
     if (a.out_type == 2) tw_ha_store_32<TW_HA_DV>(o, f, to, (float*)a.out, a.ld_o);
@@ -292,18 +318,21 @@ __device__ __forceinline__ void tw_ha_attend(const TwAttn& a, const TwTensorMap*
     TwShared& s = tw_shared();
     TwSlots qs;
     TwStages ks, vs;
-    const float factor = a.scale * TW_LOG2E;
+    // What turns a score into one of base 2.
+    const float factor = TW_ATTN_EXTRA ? 1.0f : a.scale * TW_LOG2E;
     TwHaScores scores;
     TwHaOut o;
     TwHaProbs p;
     TwHaRows r;
     TwKeys k;
+    u32 global = 0;
     qs.wait_full(s.q_full);
     if (s.queries[qs.at].more == 0) return;
     const u32 group = warpgroup_index();
     const auto issue_scores = [&] {
         ks.wait_full(s.k_full);
         k = s.keys[ks.at];
+        if (TW_ATTN_EXTRA) global = s.globals[ks.at];
         tw_ha_issue_scores(scores, tw_smem + qs.at * TW_HA_Q_BYTES, group, tw_smem + TW_HA_AT_K + ks.at * TW_HA_K_BYTES);
     };
     const auto issue_out = [&] {
@@ -317,9 +346,17 @@ __device__ __forceinline__ void tw_ha_attend(const TwAttn& a, const TwTensorMap*
     for (u32 i = 0;; i++) {
         const u32 slot = qs.at;
         const TwQueries& q = s.queries[slot];
-        tw_ha_mask(a, scores, q, k);
+        // The softmax of the scores of `k`, and probabilities.
+        const auto softmax = [&] {
+            const TwPlace& at = s.places[slot];
+            const TwPairTile pairs = {q.head, at.pos, (u32)k.pos, at.global, global, q.num, k.num};
+            if (TW_ATTN_EXTRA) tw_ha_scores(a, scores, pairs);
+            tw_ha_mask(a, scores, q, k);
+            tw_ha_softmax(scores, r, factor);
+            if (TW_ATTN_EXTRA && a.drop_below) tw_ha_drop(a, scores, pairs);
+        };
         r.clear();
-        tw_ha_softmax(scores, r, factor);
+        softmax();
         tw_ha_round(p, scores);
 #pragma unroll
         for (u32 e = 0; e < TW_HA_DV / 2; e++) o[e] = 0.0f;
@@ -337,8 +374,7 @@ __device__ __forceinline__ void tw_ha_attend(const TwAttn& a, const TwTensorMap*
             wgmma_wait_group<1>();
             wgmma_hold(scores);
             tw_ha_release(s.k_empty, ks);
-            tw_ha_mask(a, scores, q, k);
-            tw_ha_softmax(scores, r, factor);
+            softmax();
             wgmma_wait_group<0>();
             wgmma_hold(o), wgmma_hold(p);
             tw_ha_release(s.v_empty, vs);

@@ -30,6 +30,9 @@ pub const FEW: usize = 4;
 /// Barriers, and what the loader tells the others, in bytes.
 const STATE_BYTES: usize = 1024;
 
+/// Types (f16 in place of bf16), without and with extras.
+const BOTH: [(bool, bool); 4] = [(false, false), (true, false), (false, true), (true, true)];
+
 /// A variant of [`SM90_ATTENTION`].
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct HopperVariant {
@@ -39,6 +42,8 @@ pub struct HopperVariant {
     pub dqk: usize,
     /// Head dimension of v and out.
     pub dv: usize,
+    /// With softcap, bias, dropout and scales that are not positive.
+    pub extra: bool,
 }
 
 impl HopperVariant {
@@ -47,15 +52,15 @@ impl HopperVariant {
 
     /// Every variant that a plan may load.
     pub fn all() -> Vec<HopperVariant> {
-        let of = |(dqk, dv)| [false, true].map(|f16| HopperVariant { f16, dqk, dv });
+        let of = |(dqk, dv)| BOTH.map(|(f16, extra)| HopperVariant { f16, dqk, dv, extra });
         Self::DIMS.into_iter().flat_map(of).collect()
     }
 
     /// Keys of a tile: as many as shared memory and registers hold.
     pub fn keys(&self) -> usize {
-        match self.dqk {
-            256 => 48,
-            192 => 96,
+        match (self.dqk, self.extra) {
+            (256, _) => 48,
+            (192, _) | (_, true) => 96,
             _ => 160,
         }
     }
@@ -79,6 +84,7 @@ impl HopperVariant {
             ("TW_ATTN_DV", self.dv as u64),
             ("TW_HA_N", self.keys() as u64),
             ("TW_HA_STAGES", self.stages() as u64),
+            ("TW_ATTN_EXTRA", u64::from(self.extra)),
         ];
         pairs.map(|(name, value)| (name.to_owned(), value)).to_vec()
     }
@@ -108,6 +114,8 @@ pub struct HopperGrad {
     pub keys: Others,
     /// Queries that the kernels of dk and dv visit.
     pub queries: Others,
+    /// With softcap, bias, dropout and scales that are not positive.
+    pub extra: bool,
 }
 
 impl HopperGrad {
@@ -116,26 +124,31 @@ impl HopperGrad {
 
     /// Returns the variant of a type and one of the [dimensions](Self::DIMS): tiles as large as
     /// registers hold, and as many as shared memory does.
-    pub const fn of(f16: bool, (dqk, dv): (usize, usize)) -> HopperGrad {
-        let [keys, queries] = match dqk {
-            256 => [(48, 2, 1), (32, 3, 1)],
-            192 => [(96, 2, 1), (32, 3, 2)],
-            128 => [(96, 2, 2), (64, 3, 2)],
-            _ => [(128, 4, 2), (96, 4, 2)],
+    pub const fn of(f16: bool, (dqk, dv): (usize, usize), extra: bool) -> HopperGrad {
+        let [keys, queries] = match (dqk, extra) {
+            (256, false) => [(48, 2, 1), (32, 3, 1)],
+            (256, true) => [(32, 2, 1), (32, 3, 1)],
+            (192, false) => [(96, 2, 1), (32, 3, 2)],
+            (192, true) => [(64, 2, 1), (32, 3, 2)],
+            (128, false) => [(96, 2, 2), (64, 3, 2)],
+            (128, true) => [(64, 2, 2), (32, 3, 2)],
+            (_, false) => [(128, 4, 2), (96, 4, 2)],
+            (_, true) => [(96, 4, 2), (64, 4, 2)],
         };
         let keys = Others { rows: keys.0, stages: keys.1, slots: keys.2 };
         let queries = Others { rows: queries.0, stages: queries.1, slots: queries.2 };
-        HopperGrad { f16, dqk, dv, keys, queries }
+        HopperGrad { f16, dqk, dv, keys, queries, extra }
     }
 
     /// Every variant that a plan may load.
     pub fn all() -> Vec<HopperGrad> {
-        Self::DIMS.into_iter().flat_map(|dim| [false, true].map(|f16| Self::of(f16, dim))).collect()
+        let of = |dims| BOTH.map(|(f16, extra)| Self::of(f16, dims, extra));
+        Self::DIMS.into_iter().flat_map(of).collect()
     }
 
     /// Returns true if dk and dv are made by two kernels, because the registers do not hold both.
     pub fn split(&self) -> bool {
-        self.dqk + self.dv > 320
+        self.dqk + self.dv > if self.extra { 256 } else { 320 }
     }
 
     /// The kernels that make dk and dv.
@@ -179,6 +192,7 @@ impl HopperGrad {
             ("TW_HB_DKV_STAGES", q.stages as u64),
             ("TW_HB_DKV_SLOTS", q.slots as u64),
             ("TW_HB_SPLIT", u64::from(self.split())),
+            ("TW_ATTN_EXTRA", u64::from(self.extra)),
         ];
         pairs.map(|(name, value)| (name.to_owned(), value)).to_vec()
     }

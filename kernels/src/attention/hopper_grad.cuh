@@ -94,6 +94,12 @@ struct TwOtherRows {
     u32 last;  // 1: of these x
 };
 
+// With extras, of a tile of y: its first row in the global tensors, and the head if it is of
+// queries.
+struct TwOtherPlace {
+    u32 global, head;
+};
+
 // SUMS: which sums it makes.
 template <bool QUERIES, u32 SUMS, u32 Y, u32 STAGES, u32 SLOTS> struct TwGrad {
     static constexpr u32 X = TW_HA_M, D1 = TW_ATTN_DQK, D2 = TW_ATTN_DV;
@@ -124,6 +130,9 @@ template <bool QUERIES, u32 SUMS, u32 Y, u32 STAGES, u32 SLOTS> struct TwGrad {
         TwOwnRows next;
         TwSeg seg;
         TwWalk walk;
+        // With extras.
+        TwPlace own_places[SLOTS];
+        TwOtherPlace other_places[STAGES];
     };
     static_assert(sizeof(Shared) <= TW_HB_STATE_BYTES, "what the host asks for");
 
@@ -184,6 +193,7 @@ template <bool QUERIES, u32 SUMS, u32 Y, u32 STAGES, u32 SLOTS> struct TwGrad {
     static __device__ __forceinline__ void load_own(const TwGradMaps& maps, const TwOwnRows& x, u32 at, Shared& s) {
         u64* full = s.x_full + at;
         s.own[at] = x;
+        if (TW_ATTN_EXTRA) s.own_places[at] = {s.seg.pos + x.row - s.seg.row, s.seg.global + x.row - s.seg.row};
         mbarrier_arrive_expect_tx(full, SLOT);
         tw_ha_load<D1, X>(slot(at), maps.x1, full, x.head, x.row, x.num);
         if (SUM1) tw_ha_load<D2, X>(slot(at) + X1_BYTES, maps.x2, full, x.head, x.row, x.num);
@@ -193,6 +203,7 @@ template <bool QUERIES, u32 SUMS, u32 Y, u32 STAGES, u32 SLOTS> struct TwGrad {
     static __device__ __forceinline__ void load_other(const TwGradMaps& maps, const TwTile& y, u32 head, u32 last, u32 at, Shared& s) {
         u64* full = s.y_full + at;
         s.other[at] = {y.pos, y.num, last};
+        if (TW_ATTN_EXTRA) s.other_places[at] = {y.global, y.head};
         mbarrier_arrive_expect_tx(full, STAGE);
         tw_ha_load<D1, Y>(stage(at), maps.y1, full, head, y.row, y.num);
         tw_ha_load<D2, Y>(stage(at) + Y1_BYTES, maps.y2, full, head, y.row, y.num);
@@ -254,7 +265,7 @@ template <bool QUERIES, u32 SUMS, u32 Y, u32 STAGES, u32 SLOTS> struct TwGrad {
         wgmma_commit_group();
     }
 
-    // Sets products to -inf where the mask hides the pair, and of keys that are not there.
+    // Sets scores to -inf where the mask hides the pair, and of keys that are not there.
     static __device__ __forceinline__ void mask(const TwAttn& a, Scores& s, const TwOwnRows& x, const TwOtherRows& y) {
         const int at = x.at + (int)(threadIdx.x / 128 * 64);
         const bool there = !QUERIES || y.num == Y;
@@ -275,6 +286,40 @@ template <bool QUERIES, u32 SUMS, u32 Y, u32 STAGES, u32 SLOTS> struct TwGrad {
                 }
         }
     }
+
+    // With extras: the tile of pairs of a slot and a stage.
+    static __device__ __forceinline__ TwPairTile pairs(u32 slot, u32 stage) {
+        const Shared& s = shared();
+        const TwOwnRows& x = s.own[slot];
+        const TwOtherRows& y = s.other[stage];
+        const TwPlace own = s.own_places[slot];
+        const TwOtherPlace other = s.other_places[stage];
+        if (QUERIES) return {x.head, own.pos, (u32)y.pos, own.global, other.global, x.num, y.num};
+        return {other.head, (u32)y.pos, own.pos, other.global, own.global, y.num, x.num};
+    }
+
+    // What extras add to this lane's elements of a tile.
+    struct Extras {
+        // The derivatives of scores by products times scale.
+        float slope[Y / 2];
+        // Whether dropout keeps them, a bit for each.
+        u32 kept[(Y / 2 + 31) / 32];
+
+        __device__ __forceinline__ bool keeps(u32 e) const { return !TW_ATTN_EXTRA || (kept[e / 32] >> e % 32 & 1) != 0; }
+
+        // Turns products into scores in base 2.
+        __device__ __forceinline__ void scores(const TwAttn& a, Scores& s, const TwPairTile& at) {
+            const u64 seed = tw_drop_seed(a);
+#pragma unroll
+            for (u32& word : kept) word = 0;
+#pragma unroll
+            for (u32 e = 0; e < Y / 2; e++) {
+                const u32 i = QUERIES ? tw_ha_row(e) : tw_ha_col(e), j = QUERIES ? tw_ha_col(e) : tw_ha_row(e);
+                s[e] = at.score(a, s[e], i, j, slope[e]);
+                if (a.drop_below == 0 || at.kept(a, seed, i, j)) kept[e / 32] |= 1u << e % 32;
+            }
+        }
+    };
 
     // lse and delta of this lane's two rows, if rows are queries.
     struct Rows {
@@ -308,23 +353,28 @@ template <bool QUERIES, u32 SUMS, u32 Y, u32 STAGES, u32 SLOTS> struct TwGrad {
         }
     }
 
-    // g = p (g - delta).
-    static __device__ __forceinline__ void slopes(Scores& g, const Scores& p, const Rows& r, u32 stage) {
+    // g = p (g - delta); with extras g is that of what dropout keeps, and ds has the slope of its
+    // score.
+    static __device__ __forceinline__ void slopes(const TwAttn& a, Scores& g, const Scores& p, const Extras& x, const Rows& r, u32 stage) {
 #pragma unroll
         for (u32 j = 0; j < Y / 8; j++) {
             const float2 c = QUERIES ? make_float2(0.0f, 0.0f) : of_columns(stage, 1, j);
 #pragma unroll
             for (u32 e = 0; e < 4; e++) {
                 const float delta = QUERIES ? r.delta[e / 2] : e % 2 ? c.y : c.x;
-                g[4 * j + e] = p[4 * j + e] * (g[4 * j + e] - delta);
+                const u32 i = 4 * j + e;
+                if (TW_ATTN_EXTRA) g[i] = x.keeps(i) ? g[i] * a.keep : 0.0f;
+                g[i] = p[i] * (g[i] - delta);
+                if (TW_ATTN_EXTRA) g[i] *= x.slope[i];
             }
         }
     }
 
-    // Sums, rounded, as A of a product: where s has its sums, A has its elements.
-    static __device__ __forceinline__ void round(Rounded& r, const Scores& s) {
+    // Sums, rounded, as A of a product: where s has its sums, A has its elements, or zeros for
+    // those that are not kept.
+    template <class F> static __device__ __forceinline__ void round(Rounded& r, const Scores& s, const F& keeps) {
 #pragma unroll
-        for (u32 i = 0; i < Y / 4; i++) r[i] = tw_pair(s[2 * i], s[2 * i + 1], TW_ATTN_TYPE);
+        for (u32 i = 0; i < Y / 4; i++) r[i] = tw_pair(keeps(2 * i) ? s[2 * i] : 0.0f, keeps(2 * i + 1) ? s[2 * i + 1] : 0.0f, TW_ATTN_TYPE);
     }
 
     // Stores this warp's rows of `sum`, times `factor`, through its rows of `slot`.
@@ -348,7 +398,8 @@ template <bool QUERIES, u32 SUMS, u32 Y, u32 STAGES, u32 SLOTS> struct TwGrad {
     static __device__ __forceinline__ void multiply(const TwAttn& a, const TwGradMaps& maps) {
         Shared& s = shared();
         const bool first = threadIdx.x % 32 == 0;
-        const float factor = a.scale * TW_LOG2E;
+        // What turns what is exponentiated into base 2.
+        const float factor = TW_ATTN_EXTRA ? 1.0f : a.scale * TW_LOG2E;
         TwRing<SLOTS> xs;
         TwRing<STAGES> ys;
         xs.wait_full(s.x_full);
@@ -381,17 +432,19 @@ template <bool QUERIES, u32 SUMS, u32 Y, u32 STAGES, u32 SLOTS> struct TwGrad {
                 if constexpr (SUM1) issue_products<D2>(g, own + X1_BYTES, group, stage(at) + Y1_BYTES);
                 wgmma_wait_group<SUM1 ? 1 : 0>();
                 wgmma_hold(p);
+                Extras extras;
+                if (TW_ATTN_EXTRA) extras.scores(a, p, pairs(xs.at, at));
                 mask(a, p, x, y);
                 exponentials(p, r, at, factor);
                 if constexpr (SUM2) {
-                    round(of_p, p);
+                    round(of_p, p, [&](u32 e) { return extras.keeps(e); });
                     issue_sum<D2>(sum2, of_p, stage(at) + Y1_BYTES);
                 }
                 if constexpr (SUM1) {
                     wgmma_wait_group<SUM2 ? 1 : 0>();
                     wgmma_hold(g);
-                    slopes(g, p, r, at);
-                    round(of_g, g);
+                    slopes(a, g, p, extras, r, at);
+                    round(of_g, g, [](u32) { return true; });
                     issue_sum<D1>(sum1, of_g, stage(at));
                 }
                 given = at;
@@ -403,7 +456,7 @@ template <bool QUERIES, u32 SUMS, u32 Y, u32 STAGES, u32 SLOTS> struct TwGrad {
             if (SUM2) wgmma_hold(sum2), wgmma_hold(of_p);
             if (given < STAGES && first) mbarrier_arrive(s.y_empty + given);
             if constexpr (SUM1) store<D1>(a, sum1, a.scale, x, QUERIES ? a.dq : a.dk, QUERIES ? a.ld_q : a.ld_k, maps.sum1, own);
-            if constexpr (SUM2) store<D2>(a, sum2, 1.0f, x, a.dv, a.ld_v, maps.sum2, own + AT_SUM2);
+            if constexpr (SUM2) store<D2>(a, sum2, TW_ATTN_EXTRA ? a.keep : 1.0f, x, a.dv, a.ld_v, maps.sum2, own + AT_SUM2);
             if (SLOTS == 1) give_back(s.x_empty);
             xs.advance();
             xs.wait_full(s.x_full);

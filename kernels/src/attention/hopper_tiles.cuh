@@ -7,7 +7,7 @@
 #include "../ptx/cluster.cuh"
 #include "../ptx/tensor.cuh"
 #include "../ptx/wgmma.cuh"
-#include "segments.cuh"
+#include "extras.cuh"
 
 typedef unsigned char u8;
 
@@ -32,6 +32,12 @@ enum : u32 {
 
 extern __shared__ __align__(1024) unsigned char tw_smem[];
 
+// Where the first row of a tile lies, with extras.
+struct TwPlace {
+    u32 pos;     // in the sequence
+    u32 global;  // in the global tensors
+};
+
 // Which slot or stage of NUM comes next.
 template <u32 NUM> struct TwRing {
     u32 at, parity;
@@ -50,6 +56,14 @@ template <u32 NUM> struct TwRing {
         }
     }
 };
+
+// The row and the column of a lane's element `i` of a tile of sums.
+__device__ __forceinline__ u32 tw_ha_row(u32 i) {
+    return threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4 + i / 2 % 2 * 8;
+}
+__device__ __forceinline__ u32 tw_ha_col(u32 i) {
+    return i / 4 * 8 + threadIdx.x % 4 * 2 + i % 2;
+}
 
 // Loads D columns of head `head`, of ROWS rows from `row` on, of which `num` are there.
 template <u32 D, u32 ROWS>

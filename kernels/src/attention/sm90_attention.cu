@@ -1,8 +1,8 @@
 // Attention forward on sm_90a by wgmma and TMA: out and lse of 16-bit types.
 //
-// Shapes, segments, masks, sinks and conventions are those of sm80_attention.cu. TW_ATTN_DQK and
-// TW_ATTN_DV are multiples of 64, DV at most DQK; softcap, bias, dropout and scales that are not
-// positive are left to that unit. Tables of own segments have tiles of TW_HA_M rows.
+// Shapes, segments, masks, sinks, extras and conventions are those of sm80_attention.cu.
+// TW_ATTN_DQK and TW_ATTN_DV are multiples of 64, DV at most DQK. Tables of own segments have tiles
+// of TW_HA_M rows.
 //
 // Tensor maps, ragged, swizzled by 128 bytes, of rows of all heads: q with boxes of 64 columns and
 // TW_HA_M rows, k and v with TW_HA_N rows, out, unless it is f32, with 16. Rows of all tensors

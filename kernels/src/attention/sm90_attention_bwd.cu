@@ -1,9 +1,9 @@
 // Attention backward on sm_90a by wgmma and TMA: dq, and dk with dv, of 16-bit types.
 //
-// Shapes, segments, masks and conventions are those of sm80_attention.cu; lse is there. TW_ATTN_DQK
-// and TW_ATTN_DV are multiples of 64, DV at most DQK, as far as registers go; softcap, bias,
-// dropout and scales that are not positive are left to that unit. `out` and d_out have the inputs'
-// type; gradients that of TwAttn::out_type. Tables of own segments have tiles of TW_HA_M rows.
+// Shapes, segments, masks, extras and conventions are those of sm80_attention.cu; lse is there.
+// TW_ATTN_DQK and TW_ATTN_DV are multiples of 64, DV at most DQK, as far as registers go. `out` and
+// d_out have the inputs' type; gradients that of TwAttn::out_type. Tables of own segments have
+// tiles of TW_HA_M rows.
 //
 // Tensor maps, ragged, swizzled by 128 bytes, of rows of all heads: of own rows, which are loaded,
 // with boxes of 64 columns and TW_HA_M rows; of the other side's with TW_HB_DQ_N (k, v) or

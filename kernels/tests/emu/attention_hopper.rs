@@ -24,6 +24,7 @@ pub const TESTS: &[Test] = tests![
     hopper_attention_heads_and_types,
     hopper_attention_parts_are_exact,
     hopper_attention_nan_stays_in_its_row,
+    hopper_attention_extras,
     hopper_attention_bits_do_not_depend_on_the_launch,
 ];
 
@@ -46,8 +47,10 @@ pub fn lib(v: &HopperVariant) -> &'static Lib {
     libs.entry(format!("{v:?}")).or_insert_with(|| load(SM90_ATTENTION.emu_text(), v))
 }
 
-pub const D128: HopperVariant = HopperVariant { f16: false, dqk: 128, dv: 128 };
-pub const D64: HopperVariant = HopperVariant { f16: false, dqk: 64, dv: 64 };
+pub const D128: HopperVariant = HopperVariant { f16: false, dqk: 128, dv: 128, extra: false };
+/// With extras.
+pub const E64: HopperVariant = HopperVariant { extra: true, ..D64 };
+pub const D64: HopperVariant = HopperVariant { f16: false, dqk: 64, dv: 64, extra: false };
 
 /// How a launch takes its tiles: blocks, heads that are done together, by a counter or not.
 #[derive(Clone, Copy)]
@@ -108,6 +111,25 @@ fn check(c: &Case, v: &HopperVariant, seed: u64) {
     check_on(lib(v), c, v, how, seed);
 }
 
+/// Each extra alone, and all together.
+pub fn each_extra(check: impl Fn(&Case, u64)) {
+    for (i, c) in [
+        case(133, 150).causal(),
+        Case::packed(&[(20, 30), (170, 99)]),
+        case(140, 140).window(99, 3),
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        let c = Case { out: [Type::F16, Type::F32, Type::Bf16][i], pad: 8, ..c };
+        check(&Case { softcap: 3.0, ..c.clone() }, 1);
+        check(&Case { bias: 1, ..c.clone() }, 2);
+        check(&Case { drop: 0.3, ..c.clone() }, 3);
+        check(&Case { sink: true, scale: -0.7, ..c.clone() }, 4);
+        check(&Case { softcap: 2.0, bias: 2, sink: true, drop: 0.2, ..c }, 5);
+    }
+}
+
 fn hopper_attention_of_every_tail() {
     let tails = [(1, 1), (63, 65), (65, 127), (127, 129), (129, 63), (200, 330)];
     for (i, (sq, skv)) in tails.into_iter().enumerate() {
@@ -141,7 +163,9 @@ fn hopper_attention_heads_and_types() {
     for (i, v) in HopperVariant::all().into_iter().enumerate() {
         let out = if v.f16 { Type::F16 } else { Type::Bf16 };
         let heads = [(3, 1), (2, 2), (4, 2)][i % 3];
-        check(&Case { out, heads, ..case(130, 250) }.causal(), &v, i as u64);
+        let (softcap, bias, drop) = if v.extra { (2.0, heads.0, 0.2) } else { (0.0, 0, 0.0) };
+        let c = Case { out, heads, softcap, bias, drop, ..case(130, 250) };
+        check(&c.causal(), &v, i as u64);
     }
 }
 
@@ -164,6 +188,10 @@ fn hopper_attention_nan_stays_in_its_row() {
         let c = Case { nan: Some(row), out, ..case(300, 200) };
         check(&c.causal(), &D64, i as u64);
     }
+}
+
+fn hopper_attention_extras() {
+    each_extra(|c, seed| check(c, &E64, seed));
 }
 
 /// Blocks, their order and the counter change no bit, nor does the order of threads.

@@ -13,7 +13,7 @@ use tilewire_kernels::attention::hopper::{
 
 use crate::attention::{Build, Case, Tiles, case};
 use crate::attention_grad::check_by;
-use crate::attention_hopper::How;
+use crate::attention_hopper::{How, each_extra};
 use crate::compile::Unit;
 use crate::gemm::Type;
 use crate::hopper::ragged;
@@ -26,6 +26,7 @@ pub const TESTS: &[Test] = tests![
     hopper_grads_packed_rows_and_groups,
     hopper_grads_heads_and_types,
     hopper_grads_of_parts,
+    hopper_grads_extras,
     hopper_grads_bits_do_not_depend_on_the_launch,
 ];
 
@@ -48,8 +49,10 @@ pub fn lib(v: &HopperGrad) -> &'static Lib {
     libs.entry(format!("{v:?}")).or_insert_with(|| load(SM90_ATTENTION_BWD.emu_text(), v))
 }
 
-pub const D128: HopperGrad = HopperGrad::of(false, (128, 128));
-pub const D64: HopperGrad = HopperGrad::of(false, (64, 64));
+pub const D128: HopperGrad = HopperGrad::of(false, (128, 128), false);
+/// With extras.
+pub const E64: HopperGrad = HopperGrad::of(false, (64, 64), true);
+pub const D64: HopperGrad = HopperGrad::of(false, (64, 64), false);
 
 /// Maps of boxes of so many rows: of q, d_out and dq, or of k, v, dk and dv.
 fn maps_of_queries(c: &Case, v: &HopperGrad, p: &TwAttn, rows: usize) -> [TwTensorMap; 3] {
@@ -149,7 +152,9 @@ fn hopper_grads_heads_and_types() {
     for (i, v) in HopperGrad::all().into_iter().enumerate() {
         let out = if v.f16 { Type::F16 } else { Type::Bf16 };
         let heads = [(3, 1), (2, 2), (4, 2)][i % 3];
-        check(&Case { out, heads, ..case(130, 140) }.causal(), &v, i as u64);
+        let (softcap, bias, drop) = if v.extra { (2.0, heads.0, 0.2) } else { (0.0, 0, 0.0) };
+        let c = Case { out, heads, softcap, bias, drop, ..case(130, 140) };
+        check(&c.causal(), &v, i as u64);
     }
 }
 
@@ -164,6 +169,10 @@ fn hopper_grads_of_parts() {
     // Some of the keys only.
     c.kv = zigzag(rows_kv);
     check(&c, &D64, 2);
+}
+
+fn hopper_grads_extras() {
+    each_extra(|c, seed| check(c, &E64, seed));
 }
 
 /// Blocks, their order and the counter change no bit, nor does the order of threads.

@@ -4,7 +4,7 @@ use tilewire_kernels::attention::hopper::{HopperGrad, Others, SM90_ATTENTION_BWD
 
 use crate::attention::{Case, case};
 use crate::attention_hopper::How;
-use crate::attention_hopper_grad::{D64, D128, check_on, load};
+use crate::attention_hopper_grad::{D64, D128, E64, check_on, load};
 use crate::gemm::Type;
 use crate::host::Lib;
 use crate::planted::{Scenario, all_are_killed};
@@ -17,6 +17,7 @@ pub const TESTS: &[Test] = tests![
     hopper_grad_multiply_mutants,
     hopper_grad_slope_mutants,
     hopper_grad_end_mutants,
+    hopper_grad_extras_mutants,
 ];
 
 /// Small tiles of the other side: few rows go round all stages.
@@ -108,11 +109,28 @@ fn one_slot(lib: &'static Lib) {
     }
 }
 
+/// Softcap, bias, dropout and a sink at once: two tiles of queries, several of keys.
+fn all_extras(lib: &'static Lib) {
+    let c = Case { softcap: 2.0, bias: 2, drop: 0.2, sink: true, ..case(150, 210) };
+    let c = Case { heads: (2, 1), out: Type::Bf16, ..c };
+    check_on(lib, &c.causal(), &E64, one_block(1), 1);
+}
+
+/// Dropout of local rows, which are others among all.
+fn of_parts(lib: &'static Lib) {
+    let whole = Case { heads: (1, 1), drop: 0.3, ..Case::packed(&[(30, 40), (190, 300)]) };
+    let c = Case { q: vec![10..20, 40..190], kv: vec![20..40, 60..290], ..whole };
+    check_on(lib, &c, &E64, one_block(2), 2);
+}
+
 /// What fails with a mutant must pass without.
 fn hopper_grad_scenarios() {
     let lib = base(SM90_ATTENTION_BWD.emu_text());
     let all = [long_rows, short_rows, two_tiles, masks, packed, far_scores, orders, wide_heads];
     all.iter().chain(&[one_slot as fn(&'static Lib), many_orders]).for_each(|f| f(lib));
+    let lib = extra(SM90_ATTENTION_BWD.emu_text());
+    all_extras(lib);
+    of_parts(lib);
 }
 
 fn base(text: String) -> &'static Lib {
@@ -147,4 +165,13 @@ fn hopper_grad_slope_mutants() {
 
 fn hopper_grad_end_mutants() {
     killed(("attention/sm90_attention_bwd", "end"), scenarios![short_rows, packed, wide_heads]);
+}
+
+fn extra(text: String) -> &'static Lib {
+    load(text, &E64)
+}
+
+fn hopper_grad_extras_mutants() {
+    let of = ("attention/sm90_attention_bwd", "extras");
+    all_are_killed(&SM90_ATTENTION_BWD.emu_text(), extra, of, scenarios![all_extras, of_parts]);
 }

@@ -3,7 +3,7 @@
 use tilewire_kernels::attention::hopper::SM90_ATTENTION;
 
 use crate::attention::{Case, case};
-use crate::attention_hopper::{D64, D128, How, check_on, load};
+use crate::attention_hopper::{D64, D128, E64, How, check_on, load};
 use crate::gemm::Type;
 use crate::host::Lib;
 use crate::planted::{Scenario, all_are_killed};
@@ -16,6 +16,7 @@ pub const TESTS: &[Test] = tests![
     hopper_attention_attend_mutants,
     hopper_attention_softmax_mutants,
     hopper_attention_end_mutants,
+    hopper_attention_extras_mutants,
 ];
 
 fn one_block(seed: u64) -> How {
@@ -94,6 +95,20 @@ fn wide_heads(lib: &'static Lib) {
     check_on(lib, &c, &D128, one_block(1), 1);
 }
 
+/// Softcap, bias, dropout and a sink at once: two tiles of queries, several of keys.
+fn all_extras(lib: &'static Lib) {
+    let c = Case { softcap: 2.0, bias: 2, drop: 0.2, sink: true, ..case(150, 210) };
+    let c = Case { heads: (2, 1), out: Type::Bf16, ..c };
+    check_on(lib, &c.causal(), &E64, one_block(1), 1);
+}
+
+/// Dropout of local rows, which are others among all.
+fn of_parts(lib: &'static Lib) {
+    let whole = Case { heads: (1, 1), drop: 0.3, ..Case::packed(&[(30, 40), (190, 300)]) };
+    let c = Case { q: vec![10..20, 40..190], kv: vec![20..40, 60..290], ..whole };
+    check_on(lib, &c, &E64, one_block(2), 2);
+}
+
 /// What fails with a mutant must pass without.
 fn hopper_attention_scenarios() {
     let lib = base(SM90_ATTENTION.emu_text());
@@ -101,10 +116,17 @@ fn hopper_attention_scenarios() {
     {
         f(lib);
     }
+    let lib = extra(SM90_ATTENTION.emu_text());
+    all_extras(lib);
+    of_parts(lib);
 }
 
 fn base(text: String) -> &'static Lib {
     load(text, &D64)
+}
+
+fn extra(text: String) -> &'static Lib {
+    load(text, &E64)
 }
 
 fn killed(of: (&str, &str), scenarios: &[Scenario]) {
@@ -135,4 +157,9 @@ fn hopper_attention_softmax_mutants() {
 
 fn hopper_attention_end_mutants() {
     killed(("attention/sm90_attention", "end"), scenarios![short_rows, packed]);
+}
+
+fn hopper_attention_extras_mutants() {
+    let of = ("attention/sm90_attention", "extras");
+    all_are_killed(&SM90_ATTENTION.emu_text(), extra, of, scenarios![all_extras, of_parts]);
 }

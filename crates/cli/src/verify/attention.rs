@@ -38,6 +38,8 @@ pub(super) fn cases() -> Vec<Case> {
         ("full+mqa", 170, 64, DType::F16),
         ("window+packed+gqa", 330, 64, DType::BF16),
         ("causal+padded+masked", 140, 256, DType::BF16),
+        ("window+cross+dropout+softcap", 150, 128, DType::BF16),
+        ("full+padded+bias", 140, 64, DType::F16),
     ] {
         let shape = [("seq", seq), ("d", d)];
         v.push(Case::new(format!("attention/{words}{CORE}"), dtype, &shape, run));

@@ -32,7 +32,7 @@ use crate::rows::Row;
 /// because the library does what sanitizers report.
 const NCCL: &str = "nccl";
 
-/// How the operations of cases end whose products the core for sm_90a makes: on devices only.
+/// The end of the names of cases whose products the kernels for sm_90a make: on devices only.
 const CORE: &str = "/hopper";
 
 fn has_no_nccl() -> bool {
@@ -80,7 +80,7 @@ impl Case {
         self.family() == NCCL
     }
 
-    /// True if the core for sm_90a makes the products, on a device of any size.
+    /// True if the kernels for sm_90a make the products, on a device of any size.
     fn by_core(&self) -> bool {
         self.op.ends_with(CORE)
     }

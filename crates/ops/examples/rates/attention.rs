@@ -1,6 +1,6 @@
 //! Times of attention on CUDA device 0, bf16, random inputs: causal, full and windowed masks,
-//! several head dimensions, packed documents. One JSON object a line, the forward pass by each
-//! backend that the device has; rates count the pairs that the mask shows.
+//! several head dimensions, packed documents, softcap, bias and dropout. One JSON object a line,
+//! both passes by each backend that the device has; rates count the pairs that the mask shows.
 //!
 //! `cargo run --release -p tilewire-ops --example rates attention [SEQ ...]`, for causal masks of
 //! those lengths alone.
@@ -10,7 +10,7 @@ use tilewire_device::cuda::CudaContext;
 use tilewire_device::{Device, Stream, Tensor};
 use tilewire_ops::attention::{
     AttentionDesc, AttentionPlan, AttnBackend, AttnGrads, AttnInputs, AttnMask, AttnOut, AttnSaved,
-    Sequences,
+    BiasShape, Dropout, Sequences,
 };
 
 use crate::{Launch, Turn, normal, take_turns};
@@ -28,6 +28,8 @@ struct Case {
     /// Its name, and the keys that each query sees at most.
     name: &'static str,
     window: usize,
+    /// Softcap, bias or dropout, if any.
+    extra: &'static str,
 }
 
 const CAUSAL: Case = Case {
@@ -38,6 +40,7 @@ const CAUSAL: Case = Case {
     mask: AttnMask::CAUSAL,
     name: "causal",
     window: usize::MAX,
+    extra: "",
 };
 
 const fn causal(seq: usize) -> Case {
@@ -60,6 +63,9 @@ fn cases() -> Vec<Case> {
             ..causal(32768)
         },
     ]);
+    for extra in ["softcap", "bias", "dropout"] {
+        all.extend([Case { extra, ..causal(4096) }, Case { extra, dim: 64, ..causal(8192) }]);
+    }
     all.extend([64, 128, 256, 1024, 8192].map(|document| Case { document, ..causal(32768) }));
     all
 }
@@ -76,8 +82,17 @@ impl Case {
         let ends: Vec<usize> = (0..=self.seq).step_by(self.document).collect();
         Ok(AttentionDesc {
             sequences: Sequences::packed(&ends, &ends)?,
+            softcap: (self.extra == "softcap").then_some(30.0),
+            bias: self.bias(),
+            dropout: (self.extra == "dropout").then_some(Dropout { p: 0.1, seed: 7 }),
             ..AttentionDesc::new(self.seq, self.heads, self.dim, DType::BF16, self.mask)
         })
+    }
+
+    /// One for all heads.
+    fn bias(&self) -> Option<BiasShape> {
+        let all = BiasShape { heads: 1, sq: self.seq, skv: self.seq };
+        (self.extra == "bias").then_some(all)
     }
 
     /// Of the two products of the forward pass. A causal mask counts half of its square.
@@ -101,7 +116,10 @@ fn bench(ctx: &CudaContext, case: &Case) -> Result<()> {
     plan.prepare(&stream)?;
     let random =
         |heads: usize| normal(ctx, &stream, seq, heads * dim)?.reshape(Shape::d3(seq, heads, dim));
+    let bias =
+        case.bias().map(|b| Tensor::zeros_on(&device, DType::F32, Shape::d3(b.heads, b.sq, b.skv)));
     let x = AttnInputs::new(random(heads.0)?, random(heads.1)?, random(heads.1)?);
+    let x = AttnInputs { bias: bias.transpose()?, ..x };
     let d_out = random(heads.0)?;
     let empty = |dtype, shape| Tensor::zeros(dtype, shape).to(&device);
     let like = |h: usize| empty(DType::BF16, Shape::d3(seq, h, dim));
@@ -133,13 +151,14 @@ fn bench(ctx: &CudaContext, case: &Case) -> Result<()> {
         let tflops = case.flops() * products / us / 1e6;
         println!(
             "{{\"device\":\"{}\",\"work\":\"attention\",\"seq\":{seq},\"document\":{},\
-             \"heads\":\"{}/{}\",\"dim\":{dim},\"mask\":\"{}\",\"pass\":\"{pass}\",\
+             \"heads\":\"{}/{}\",\"dim\":{dim},\"mask\":\"{}\",\"extra\":\"{}\",\"pass\":\"{pass}\",\
              \"backend\":\"{backend}\",\"us\":{us:.1},\"tflops\":{tflops:.1}}}",
             ctx.name()?,
             case.document,
             heads.0,
             heads.1,
             case.name,
+            case.extra,
         );
     }
     Ok(())

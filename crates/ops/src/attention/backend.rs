@@ -9,15 +9,17 @@ use tilewire_core::{Error, Result};
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Hash)]
 pub enum AttnBackend {
     /// The kernels for sm_90a where they support the description, on whole GPUs, and the documents
-    /// are not shorter than 96 rows on average; else the portable kernels.
+    /// are not shorter than 96 rows on average; else the portable kernels, also with softcap, bias,
+    /// dropout or a scale that is not positive.
     #[default]
     Auto,
     /// tilewire's kernels for sm_80 and newer: every type, head dimension and option.
     Portable,
     /// tilewire's kernels for sm_90a, by wgmma and TMA: bf16 and f16, head dimensions of 64, 128,
-    /// 256, and 192 with 128; masks, packed rows and sinks. An error if the forward pass does not
-    /// support the description. The backward pass is by them too, except for gradients of another
-    /// type than the inputs', which the portable kernels make: `AttentionPlan::explain` says which.
+    /// 256, and 192 with 128; masks, packed rows and every option. An error if the forward pass
+    /// does not support the description. The backward pass is by them too, except for gradients of
+    /// another type than the inputs', which the portable kernels make: `AttentionPlan::explain`
+    /// says which.
     Hopper,
 }
 

@@ -113,6 +113,13 @@ pub struct AttentionDesc {
 }
 
 impl AttentionDesc {
+    /// Returns whether kernels need the text with all features for it: softcap, bias, dropout, or a
+    /// scale that is not positive.
+    pub(crate) fn has_extras(&self) -> bool {
+        let scale = self.scale as f32;
+        self.softcap.is_some() || self.bias.is_some() || self.dropout.is_some() || scale <= 0.0
+    }
+
     /// One sequence of `seq` tokens, `heads = (Hq, Hkv)`, head dimension `d` for q, k and v, scale
     /// `1 / sqrt(d)`, no extras. FP8 inputs give a bf16 output.
     pub fn new(seq: usize, heads: (usize, usize), d: usize, dtype: DType, mask: AttnMask) -> Self {

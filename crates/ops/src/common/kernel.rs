@@ -50,7 +50,7 @@ impl FromStr for GemmBackend {
     }
 }
 
-/// What may make the products of a plan on a CUDA device.
+/// The choice of what may make the products of a plan on a CUDA device.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub(crate) struct GemmChoice {
     pub backend: GemmBackend,

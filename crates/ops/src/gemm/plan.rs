@@ -9,8 +9,8 @@ use super::host;
 use super::launch::{GemmInputs, INS};
 use super::{AOrder, BOrder, GemmBackend, GemmDesc, device};
 use crate::common::bias_type;
-use crate::common::kernel::GemmChoice;
 use crate::common::cuda::{Ready, together_on};
+use crate::common::kernel::GemmChoice;
 use crate::common::{apart, expect_tensor};
 
 /// A prepared GEMM. Local: no team.

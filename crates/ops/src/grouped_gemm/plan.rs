@@ -10,8 +10,8 @@ use super::launch::{GroupedDgrad, GroupedFprop, GroupedWgrad};
 use super::{GroupedDesc, Splits, Weights};
 use super::{device, host};
 use crate::common::bias_type;
-use crate::common::kernel::GemmChoice;
 use crate::common::cuda::{Ready, together_on};
+use crate::common::kernel::GemmChoice;
 use crate::common::{Named, apart, each_apart, expect_tensor};
 use crate::gemm::GemmBackend;
 
@@ -25,8 +25,8 @@ pub struct GroupedGemmPlan {
 }
 
 impl GroupedGemmPlan {
-    /// A plan, whose products on a CUDA device are made by the core for sm_90a where that fits, else
-    /// by the portable kernels.
+    /// A plan, whose products on a CUDA device are made by the core for sm_90a where that fits,
+    /// else by the portable kernels.
     ///
     /// # Errors
     /// As [`GroupedDesc::check`].

@@ -3,9 +3,7 @@
 use tilewire_core::{DType, Error, ErrorKind, Result};
 use tilewire_device::cuda::{CudaContext, Grid, Kernel};
 use tilewire_kernels::Source;
-use tilewire_kernels::attention::hopper::{
-    HopperGrad, HopperVariant, SM90_ATTENTION, SM90_ATTENTION_BWD,
-};
+use tilewire_kernels::attention::hopper::{SM90_ATTENTION, SM90_ATTENTION_BWD};
 use tilewire_kernels::attention::{
     PLAIN_ATTENTION, PLAIN_ROWS, Plain, SM80_ATTENTION, Tile, Variant,
 };
@@ -89,19 +87,13 @@ pub(crate) fn units(
         None => (PLAIN_ATTENTION, plain(&d).defines()),
     };
     let mut all = vec![portable];
-    let f16 = dtype == DType::F16;
     if core && hopper::unfit(&d).is_none() {
-        all.push((SM90_ATTENTION, HopperVariant { f16, dqk, dv }.defines()));
+        all.push((SM90_ATTENTION, hopper::variant(&d).defines()));
     }
     if core && hopper_grad::unfit(&d).is_none() {
-        all.push((SM90_ATTENTION_BWD, HopperGrad::of(f16, (dqk, dv)).defines()));
+        all.push((SM90_ATTENTION_BWD, hopper_grad::variant(&d).defines()));
     }
     all
-}
-
-/// Returns what needs the text with all features.
-pub(super) fn extra(d: &AttentionDesc) -> bool {
-    d.softcap.is_some() || d.bias.is_some() || d.dropout.is_some() || d.scale as f32 <= 0.0
 }
 
 pub(super) fn plain(d: &AttentionDesc) -> Plain {
@@ -116,13 +108,15 @@ pub(super) fn plain(d: &AttentionDesc) -> Plain {
 /// What the driver reports.
 pub(super) fn core_lacks(
     ctx: &CudaContext,
-    by: AttnBackend,
-    unfit: Option<String>,
+    d: &AttentionDesc,
+    (by, unfit): (AttnBackend, Option<String>),
 ) -> Result<Option<String>> {
+    let untimed =
+        || d.has_extras().then(|| "its softcap, bias and dropout are not timed yet".to_owned());
     Ok(match (by, unfit, Hopper::lacks(ctx)?) {
         (AttnBackend::Portable, ..) => Some("the portable ones were asked for".to_owned()),
         (_, Some(why), _) | (_, None, Some(why)) => Some(why),
-        (AttnBackend::Auto, None, None) => too_few_sms(ctx)?,
+        (AttnBackend::Auto, None, None) => too_few_sms(ctx)?.or_else(untimed),
         (AttnBackend::Hopper, None, None) => None,
     })
 }
@@ -160,7 +154,7 @@ impl Forward {
             let name = format!("tiles {}x{}", t.m, t.n);
             Ok(Self { attend: Attend::Portable(fwd), table: m.kernel("tw_attn_table")?, name })
         };
-        match fitting(ctx, variant(d, extra(d)), Variant::forward_bytes)? {
+        match fitting(ctx, variant(d, d.has_extras()), Variant::forward_bytes)? {
             Some(v) => with(v),
             None => {
                 let output = u64::from(code(out));
@@ -179,7 +173,7 @@ impl Forward {
         d: &AttentionDesc,
         by: AttnBackend,
     ) -> Result<std::result::Result<Self, String>> {
-        match (core_lacks(ctx, by, hopper::unfit(d))?, by) {
+        match (core_lacks(ctx, d, (by, hopper::unfit(d)))?, by) {
             (Some(why), AttnBackend::Hopper) => return Err(not_by_hopper(&why)),
             (None, AttnBackend::Auto) if short(d) => {
                 return Ok(Err("its documents are short".to_owned()));

@@ -30,6 +30,11 @@ pub(super) fn unfit(d: &AttentionDesc) -> Option<String> {
     })
 }
 
+/// The variant for a description that is not [`unfit`].
+pub(super) fn variant(d: &AttentionDesc) -> HopperGrad {
+    HopperGrad::of(d.dtype == DType::F16, (d.dqk, d.dv), d.has_extras())
+}
+
 /// The key heads that are done together: those of as many query heads as fit in L2.
 fn keys_together(d: &AttentionDesc, tokens_q: usize) -> u32 {
     let group = d.heads_q / d.heads_kv;
@@ -57,7 +62,7 @@ impl Gradients {
     /// # Errors
     /// As [`CudaContext::module`]; `Unsupported` if the device refuses the shared memory.
     pub fn new(ctx: &CudaContext, d: &AttentionDesc) -> Result<Self> {
-        let variant = HopperGrad::of(d.dtype == DType::F16, (d.dqk, d.dv));
+        let variant = variant(d);
         let m = load(ctx, &SM90_ATTENTION_BWD, variant.defines())?;
         let (delta, dq) = (m.kernel("tw_attn_delta")?, m.kernel("tw_hopper_attn_dq")?);
         dq.allow_shared(variant.dq_shared_bytes())?;
@@ -188,13 +193,13 @@ mod tests {
         let wide = AttentionDesc { dv: 128, ..of(192, DType::BF16) };
         let widest = of(256, DType::BF16);
         let sink = AttentionDesc { sink: true, ..d.clone() };
-        for good in [d.clone(), of(64, DType::F16), wide, widest, sink] {
+        let extra = AttentionDesc { softcap: Some(3.0), ..d.clone() };
+        for good in [d.clone(), of(64, DType::F16), wide, widest, sink, extra] {
             assert_eq!(unfit(&good), None, "{good}");
         }
         for (bad, why) in [
             (of(80, DType::BF16), "80 and 80"),
             (AttentionDesc { out: DType::F32, ..d.clone() }, "bf16, not f32"),
-            (AttentionDesc { softcap: Some(3.0), ..d.clone() }, "softcap"),
         ] {
             assert!(unfit(&bad).is_some_and(|w| w.contains(why)), "{bad}: {:?}", unfit(&bad));
         }

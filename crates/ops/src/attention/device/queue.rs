@@ -10,7 +10,7 @@ use tilewire_kernels::abi::{TwAttn, TwSeg, TwTable};
 use tilewire_kernels::attention::{PLAIN_ATTENTION, PLAIN_ROWS, SM80_ATTENTION, TABLE, Variant};
 
 use super::forward::{
-    Attend, Forward, ROWS, Tiled, code, core_lacks, extra, fitting, not_by_hopper, plain, variant,
+    Attend, Forward, ROWS, Tiled, code, core_lacks, fitting, not_by_hopper, plain, variant,
 };
 use super::fp8::{Wide, kernel_desc};
 use super::hopper::{self, Hopper};
@@ -108,7 +108,7 @@ impl Backward {
         needs: &Needs,
         backend: AttnBackend,
     ) -> Result<Self> {
-        let core = match core_lacks(ctx, backend, hopper_grad::unfit(d))? {
+        let core = match core_lacks(ctx, d, (backend, hopper_grad::unfit(d)))? {
             Some(why) => Err(why),
             None => match Gradients::new(ctx, d) {
                 // Nothing to compile them with, and not shipped either.
@@ -139,7 +139,7 @@ impl Backward {
 
     fn portable(ctx: &CudaContext, d: &AttentionDesc, needs: &Needs) -> Result<(Kernel, Make)> {
         // The matrix kernels read an output and its gradient of the inputs' type.
-        let v = variant(d, extra(d)).filter(|_| d.out == d.dtype);
+        let v = variant(d, d.has_extras()).filter(|_| d.out == d.dtype);
         if let Some(v) = fitting(ctx, v, Variant::backward_bytes)? {
             return Self::tiled(ctx, v);
         }

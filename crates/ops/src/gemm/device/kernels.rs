@@ -17,8 +17,8 @@ use super::product::{
 };
 use super::widen::{Widened, kernel_desc};
 use crate::common::Bias;
-use crate::common::kernel::GemmChoice;
 use crate::common::cuda::{addr, fit_32_bits, gemm_defines, hold, load, no_kernel, too_few_sms};
+use crate::common::kernel::GemmChoice;
 use crate::gemm::backend::unfit;
 use crate::gemm::{AOrder, BOrder, GemmBackend, GemmDesc, GemmInputs, Operand};
 
@@ -85,11 +85,7 @@ impl GemmKernels {
     /// # Errors
     /// `Unsupported` for what no kernel does, and `Unavailable` without cuBLASLt, if `backend` asks
     /// for it; as [`CudaContext::module`].
-    pub fn new(
-        ctx: &CudaContext,
-        desc: &GemmDesc,
-        choice: impl Into<GemmChoice>,
-    ) -> Result<Self> {
+    pub fn new(ctx: &CudaContext, desc: &GemmDesc, choice: impl Into<GemmChoice>) -> Result<Self> {
         let choice = choice.into();
         choice.check()?;
         let (name, tile, flags) = plan(desc)?;
