@@ -13,6 +13,12 @@ pub const SM80_ATTENTION: Source = Source {
     kernels: &["tw_attn_table", "tw_attn_fwd", "tw_attn_delta", "tw_attn_dq"],
 };
 
+/// Rows of heads whose delta a block of 256 threads of the 16-bit units computes, of values of `dv`
+/// elements: eight of them a lane (`attention/delta.cuh`).
+pub fn delta_rows(dv: usize) -> usize {
+    256 / (dv / 8).next_power_of_two()
+}
+
 /// Attention of any types, and the gradients of bias and sink. See [`Plain`] for its definitions.
 pub const PLAIN_ATTENTION: Source = Source {
     name: "attention/plain_attention.cu",

@@ -220,7 +220,17 @@ extern "C" __global__ void __launch_bounds__(128, 1) tw_attn_dkv(const __grid_co
 
 // delta = <d_out, out> of each row and head.
 extern "C" __global__ void __launch_bounds__(256) tw_attn_delta(const __grid_constant__ TwAttn a) {
-    tw_delta(a, TW_DV, [](const void* p, i64 e) { return tw_get<TW_ATTN_OUT>(p, e); });
+    const u64 i = (u64)blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;
+    if (i >= (u64)a.tokens_q * a.heads_q) return;
+    const u32 row = (u32)(i / a.heads_q), head = (u32)(i % a.heads_q);
+    float sum = 0.0f;
+    for (u32 c = threadIdx.x % 32; c < TW_DV; c += 32) {
+        const i64 e = (i64)row * a.ld_o + head * TW_DV + c;
+        sum = fmaf(tw_get<TW_ATTN_OUT>(a.out, e), tw_get<TW_ATTN_OUT>(a.d_out, e), sum);
+    }
+#pragma unroll
+    for (u32 by = 16; by > 0; by /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, by);
+    if (threadIdx.x % 32 == 0) a.delta[(i64)head * a.tokens_q + row] = sum;
 }
 
 // The gradient of the bias: sums over all pairs (of all sequences, and of all heads if they share

@@ -26,9 +26,9 @@ extern "C" __global__ void __launch_bounds__(TW_F_THREADS) tw_attn_fwd(const __g
     tw_forward(a);
 }
 
-// delta = <d_out, out>, for the other backward kernels: a warp for each row and head, 256 threads.
+// delta = <d_out, out>, for the other backward kernels: as delta.cuh says, 256 threads.
 extern "C" __global__ void __launch_bounds__(256) tw_attn_delta(const __grid_constant__ TwAttn a) {
-    tw_delta_16(a, TW_DV);
+    tw_delta_16<TW_DV>(a);
 }
 
 // With extras the bound is one block: without it ptxas spills to reach a higher occupancy.

@@ -21,9 +21,9 @@
 #include "delta.cuh"
 #include "hopper_grad.cuh"
 
-// delta = <d_out, out>, for the other kernels: a warp for each row and head, 256 threads.
+// delta = <d_out, out>, for the other kernels: as delta.cuh says, 256 threads.
 extern "C" __global__ void __launch_bounds__(256) tw_attn_delta(const __grid_constant__ TwAttn a) {
-    tw_delta_16(a, TW_ATTN_DV);
+    tw_delta_16<TW_ATTN_DV>(a);
 }
 
 extern "C" __global__ void __launch_bounds__(TW_HB_THREADS, 1) tw_hopper_attn_dq(

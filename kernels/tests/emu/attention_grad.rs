@@ -1,6 +1,7 @@
 //! The backward pass of `attention/sm80_attention.cu` against an f64 reference.
 
 use tilewire_kernels::abi::TwAttn;
+use tilewire_kernels::attention::delta_rows;
 
 use crate::attention::{Build, Case, F32, ODD, PAIRED, Pair, SMALL, case, dot};
 use crate::gemm::{Type, number};
@@ -101,10 +102,14 @@ pub fn check(c: &Case, on: &Build, seed: u64) -> [Vec<u8>; 3] {
     let names = if on.tiles.split { vec!["tw_attn_dk", "tw_attn_dv"] } else { vec!["tw_attn_dkv"] };
     let kernels: Vec<_> =
         ["tw_attn_delta", "tw_attn_dq"].into_iter().chain(names).map(|n| on.kernel(n)).collect();
+    // Of the plain unit a warp to a row.
+    let of_block = if on.plain { 8 } else { delta_rows(on.dv) as u32 };
     let [dq_threads, dkv_threads] = [on.tiles.dq, on.tiles.dkv].map(|t| 32 * t.warps as u32);
     check_by(c, on, seed, |[of_q, of_kv], _| {
         let launch = |i: usize| match i {
-            0 => kernels[0].grid([(of_q.tokens_q * hq).div_ceil(8), 1, 1], [256, 1, 1]).arg(of_q),
+            0 => kernels[0]
+                .grid([(of_q.tokens_q * hq).div_ceil(of_block), 1, 1], [256, 1, 1])
+                .arg(of_q),
             1 => kernels[1]
                 .grid([of_q.tiles * hq, 1, 1], [dq_threads, 1, 1])
                 .smem(on.dq_smem() as u32)

@@ -6,10 +6,10 @@ use std::sync::{LazyLock, Mutex};
 use bytemuck::Zeroable;
 
 use tilewire_kernels::abi::{TwAttn, TwAttnOrder, TwTensorMap};
-use tilewire_kernels::attention::Tile;
 use tilewire_kernels::attention::hopper::{
     HopperGrad, SM90_ATTENTION_BWD, STORE_ROWS, THREADS, TILE_M,
 };
+use tilewire_kernels::attention::{Tile, delta_rows};
 
 use crate::attention::{Build, Case, Tiles, case};
 use crate::attention_grad::check_by;
@@ -92,8 +92,8 @@ pub fn check_on(lib: &'static Lib, c: &Case, v: &HopperGrad, how: How, seed: u64
         let counter = if how.counted { counter } else { 0 };
         let order = TwAttnOrder { counter, heads: how.heads, ..TwAttnOrder::zeroed() };
         let (grid, block) = ([how.blocks, 1, 1], [THREADS, 1, 1]);
-        let warps = of_q.tokens_q * of_q.heads_q;
-        let delta = make_delta.grid([warps.div_ceil(8), 1, 1], [256, 1, 1]).arg(of_q);
+        let blocks = (of_q.tokens_q * of_q.heads_q).div_ceil(delta_rows(v.dv) as u32);
+        let delta = make_delta.grid([blocks, 1, 1], [256, 1, 1]).arg(of_q);
         let [q, d_out, dq] = maps_of_queries(c, v, of_q, TILE_M);
         let [k, v_, ..] = maps_of_keys(c, v, of_q, v.keys.rows);
         let first = make_dq.grid(grid, block).smem(v.dq_shared_bytes()).arg(of_q).arg(&order);

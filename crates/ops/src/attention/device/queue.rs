@@ -7,7 +7,9 @@ use tilewire_core::{DType, Error, Result};
 use tilewire_device::Tensor;
 use tilewire_device::cuda::{CudaContext, CudaMemory, CudaStream, Grid, Kernel, LaunchArgs};
 use tilewire_kernels::abi::{TwAttn, TwSeg, TwTable};
-use tilewire_kernels::attention::{PLAIN_ATTENTION, PLAIN_ROWS, SM80_ATTENTION, TABLE, Variant};
+use tilewire_kernels::attention::{
+    PLAIN_ATTENTION, PLAIN_ROWS, SM80_ATTENTION, TABLE, Variant, delta_rows,
+};
 
 use super::forward::{
     Attend, Forward, ROWS, Tiled, code, core_lacks, fitting, not_by_hopper, plain, variant,
@@ -35,8 +37,15 @@ enum Make {
     Hopper(Gradients),
 }
 
+/// The kernel that makes delta.
+struct Delta {
+    kernel: Kernel,
+    /// Rows of heads of one of its blocks.
+    rows: usize,
+}
+
 struct Backward {
-    delta: Kernel,
+    delta: Delta,
     make: Make,
     /// The kernels, for people.
     name: String,
@@ -119,7 +128,8 @@ impl Backward {
         let (delta, make, name) = match core {
             Ok(g) => {
                 let name = g.name();
-                (g.delta.clone(), Make::Hopper(g), name)
+                let delta = Delta { kernel: g.delta.clone(), rows: delta_rows(d.dv) };
+                (delta, Make::Hopper(g), name)
             }
             Err(why) => {
                 let (delta, make) = Self::portable(ctx, d, needs)?;
@@ -137,7 +147,7 @@ impl Backward {
         Ok(Self { delta, make, name, dkv_type, bias_and_sink, delta_memory })
     }
 
-    fn portable(ctx: &CudaContext, d: &AttentionDesc, needs: &Needs) -> Result<(Kernel, Make)> {
+    fn portable(ctx: &CudaContext, d: &AttentionDesc, needs: &Needs) -> Result<(Delta, Make)> {
         // The matrix kernels read an output and its gradient of the inputs' type.
         let v = variant(d, d.has_extras()).filter(|_| d.out == d.dtype);
         if let Some(v) = fitting(ctx, v, Variant::backward_bytes)? {
@@ -148,7 +158,8 @@ impl Backward {
         let m = load(ctx, &PLAIN_ATTENTION, defines)?;
         let rows = |name| Tiled::new(m.kernel(name)?, PLAIN_ROWS, ROWS, 0);
         let make = Make::Portable(rows("tw_attn_dq")?, vec![rows("tw_attn_dkv")?]);
-        Ok((m.kernel("tw_attn_delta")?, make))
+        // A warp to a row.
+        Ok((Delta { kernel: m.kernel("tw_attn_delta")?, rows: 8 }, make))
     }
 
     /// Returns the rows of a tile of queries, and of keys.
@@ -159,14 +170,15 @@ impl Backward {
         }
     }
 
-    fn tiled(ctx: &CudaContext, v: Variant) -> Result<(Kernel, Make)> {
+    fn tiled(ctx: &CudaContext, v: Variant) -> Result<(Delta, Make)> {
         let m = load(ctx, &SM80_ATTENTION, v.defines())?;
         let (q, kv) = (v.dq(), v.dkv());
         let names: &[_] = if v.split() { &["tw_attn_dk", "tw_attn_dv"] } else { &["tw_attn_dkv"] };
         let make = |n: &&'static str| Tiled::new(m.kernel(n)?, kv.n, kv, v.dkv_shared_bytes());
         let dkv = names.iter().map(make).collect::<Result<Vec<_>>>()?;
         let dq = Tiled::new(m.kernel("tw_attn_dq")?, q.m, q, v.dq_shared_bytes())?;
-        Ok((m.kernel("tw_attn_delta")?, Make::Portable(dq, dkv)))
+        let delta = Delta { kernel: m.kernel("tw_attn_delta")?, rows: delta_rows(v.dv as usize) };
+        Ok((delta, Make::Portable(dq, dkv)))
     }
 }
 
@@ -339,7 +351,7 @@ impl Prepared {
         let p = param_bwd(d, x, rows, (saved, grads))?;
         let p = TwAttn { delta: self.backward.delta_memory.addr(), ..p };
         holding(stream, self.held(inputs_bwd(x, saved, grads)), || {
-            self.delta(stream, &p)?;
+            self.delta(stream, d, &p)?;
             let p = self.widened(stream, d, (x, rows), p)?;
             let tables = self.tables(stream, whole(seqs))?;
             self.keys(stream, d, &p, &tables)?;
@@ -348,9 +360,11 @@ impl Prepared {
     }
 
     /// Queues `delta = <d_out, out>`.
-    pub fn delta(&self, stream: &CudaStream, p: &TwAttn) -> Result<()> {
-        let warps = u64::from(p.tokens_q) * u64::from(p.heads_q);
-        run(stream, &self.backward.delta, Grid::new(warps.div_ceil(8) as u32, 256), p)
+    pub fn delta(&self, stream: &CudaStream, d: &AttentionDesc, p: &TwAttn) -> Result<()> {
+        aligned(d, &[("out", p.out as u64), ("d_out", p.d_out as u64)])?;
+        let Delta { kernel, rows } = &self.backward.delta;
+        let blocks = (u64::from(p.tokens_q) * u64::from(p.heads_q)).div_ceil(*rows as u64);
+        run(stream, kernel, Grid::new(blocks as u32, 256), p)
     }
 
     /// Queues the tables of a backward pass. They serve until the next ones are queued.
