@@ -158,6 +158,10 @@ template <bool QUERIES, u32 SUMS, u32 Y, u32 STAGES, u32 SLOTS> struct TwGrad {
     static __device__ __forceinline__ int behind(const TwAttn& a) { return QUERIES ? a.right : a.left; }
     static __device__ __forceinline__ u32 heads(const TwAttn& a) { return QUERIES ? a.heads_q : a.heads_kv; }
 
+    static __device__ __forceinline__ const TwSeg* others(const TwAttn& a, const TwAttnOrder& order) {
+        return order.few ? order.other : a.other;
+    }
+
     // ---- The loader: one warp.
 
     // Writes lse (base 2; inf for queries that see nothing, or are not there) and delta of queries
@@ -186,13 +190,13 @@ template <bool QUERIES, u32 SUMS, u32 Y, u32 STAGES, u32 SLOTS> struct TwGrad {
         const u32 group = i / (order.heads * a.tiles), in = i - group * order.heads * a.tiles;
         const u32 width = min(order.heads, heads(a) - group * order.heads);
         const u32 head = group * order.heads + in % width, t = QUERIES ? a.tiles - 1 - in / width : in / width;
-        const TwSeg own = tw_own(a.own, a.num_own, t);
+        const TwSeg own = tw_own(order.few ? order.own : a.own, a.num_own, t);
         const u32 first = (t - own.tile) * X, num = min(own.len - first, X);
         const int shift = own.shift == TW_ATTN_GAP ? 0 : QUERIES ? own.shift : -own.shift;
         const int at = (int)(own.pos + first) + shift;
         p.seg = own;
         const u32 share = a.heads_q / a.heads_kv;
-        p.walk.template begin<Y>(a.other, own, at - before(a), at + (int)num + behind(a), QUERIES ? head : head * share, QUERIES ? 1 : share);
+        p.walk.template begin<Y>(others(a, order), own, at - before(a), at + (int)num + behind(a), QUERIES ? head : head * share, QUERIES ? 1 : share);
         p.rows = {own.row + first, num, head, at, p.walk.tiles[0].num > 0 ? 1u : 0u, 1};
     }
 
@@ -217,7 +221,7 @@ template <bool QUERIES, u32 SUMS, u32 Y, u32 STAGES, u32 SLOTS> struct TwGrad {
         tw_ha_load<D2, Y>(stage(at) + Y1_BYTES, maps.y2, full, head, y.row, y.num);
     }
 
-    static __device__ __forceinline__ void load_tiles(const TwAttn& a, const TwGradMaps& maps) {
+    static __device__ __forceinline__ void load_tiles(const TwAttn& a, const TwAttnOrder& order, const TwGradMaps& maps) {
         Shared& s = shared();
         const bool first = threadIdx.x % 32 == 0;
         TwRing<SLOTS> xs;
@@ -243,7 +247,7 @@ template <bool QUERIES, u32 SUMS, u32 Y, u32 STAGES, u32 SLOTS> struct TwGrad {
                 if (first) load_other(maps, y, QUERIES ? x.head / (a.heads_q / a.heads_kv) : y.head, last, ys.at, s);
                 if (!QUERIES) load_numbers(a, numbers(ys.at), s.y_full + ys.at, y.head, y.row, y.num);
                 if (first && last == 0) {
-                    p.walk.template step<Y>(a.other, p.seg, n + 2);
+                    p.walk.template step<Y>(others(a, order), p.seg, n + 2);
                     if (p.walk.tiles[(n + 2) % 4].num == 0) mbarrier_arrive(&s.wanted);
                 }
                 __syncwarp();
@@ -514,7 +518,7 @@ template <bool QUERIES, u32 SUMS, u32 Y, u32 STAGES, u32 SLOTS> struct TwGrad {
         __syncthreads();
         if (threadIdx.x / 128 == 2) {
             setmaxnreg_dec<LOAD_REGISTERS>();
-            if (threadIdx.x / 32 == 8) load_tiles(a, maps);
+            if (threadIdx.x / 32 == 8) load_tiles(a, order, maps);
             if (threadIdx.x / 32 == 9 && elect_sync()) plan_tiles(a, order);
             return;
         }
