@@ -14,6 +14,7 @@ use crate::config::{Coord, Grid, ModelCfg};
 use crate::place::{Place, Target};
 
 const LAYOUT: Layout = Layout::Zigzag;
+const MASK: AttnMask = AttnMask::CAUSAL;
 
 /// The sequences of a dp part.
 fn sequences(m: &ModelCfg, grid: &Grid) -> Sequences {
@@ -26,7 +27,7 @@ fn sequences(m: &ModelCfg, grid: &Grid) -> Sequences {
 /// Never for a grid that fits the model.
 pub fn token_order(m: &ModelCfg, grid: &Grid, c: Coord) -> Result<Vec<usize>> {
     let s = sequences(m, grid);
-    let spans = LAYOUT.spans(s.tokens_q, &s.q, Rank::new(c.cp as u32), grid.cp);
+    let spans = LAYOUT.rows_q(&s, &MASK, Rank::new(c.cp as u32), grid.cp);
     Ok(spans.into_iter().flatten().collect())
 }
 
@@ -62,8 +63,8 @@ impl Attn {
         (target, stream, tracer): (&Target, &Stream, Option<Arc<Tracer>>),
     ) -> Result<Self> {
         let (heads, kv_heads) = (m.heads / grid.tp, m.kv_heads / grid.tp);
-        let (dtype, mask) = (target.dtype, AttnMask::CAUSAL);
-        let mut desc = AttentionDesc::new(m.seq, (heads, kv_heads), m.head_dim, dtype, mask);
+        let dtype = target.dtype;
+        let mut desc = AttentionDesc::new(m.seq, (heads, kv_heads), m.head_dim, dtype, MASK);
         desc.sequences = sequences(m, grid);
         let desc = CpAttentionDesc { layout: LAYOUT, ..CpAttentionDesc::new(desc) };
         let bytes = CpAttentionPlan::memory(&desc, cp.size(), None) + (1 << 16);

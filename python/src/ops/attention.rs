@@ -283,21 +283,22 @@ pub fn cp_attention_bwd(
     })
 }
 
-/// Global rows of `rank` of `size`, in the order of its tensors: spans `(first, last + 1)` of
-/// sequences with the row offsets `cu`.
+/// Global rows of rank `rank.0` of `rank.1`, in the order of its tensors: spans `(first, last + 1)`
+/// of sequences with the row offsets `cu` under the mask `(left, right)`.
 #[pyfunction]
 pub fn cp_rows(
     py: Python<'_>,
     cu: Vec<usize>,
     layout: &str,
-    rank: u32,
-    size: usize,
+    rank: (u32, usize),
+    mask: (Option<usize>, Option<usize>),
 ) -> PyResult<Vec<(usize, usize)>> {
     let spans = || {
         let layout: Layout = layout.parse()?;
         let s = Sequences::packed(&cu, &cu)?;
+        let ((rank, size), (left, right)) = (rank, mask);
         layout.check(&s, size)?;
-        Ok(layout.spans(s.tokens_q, &s.q, Rank::new(rank), size))
+        Ok(layout.rows_q(&s, &AttnMask { left, right }, Rank::new(rank), size))
     };
     let spans: Result<Vec<std::ops::Range<usize>>> = spans();
     use crate::errors::OrRaise;

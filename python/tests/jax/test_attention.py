@@ -128,7 +128,7 @@ def test_batches(world, mesh, rng, dtype):
         close(join(g), want, name, rtol, 2 * atol)
 
 
-@pytest.mark.parametrize("layout", ["zigzag_per_sequence", "zigzag", "contiguous"])
+@pytest.mark.parametrize("layout", ["zigzag_per_sequence", "zigzag", "contiguous", "balanced"])
 def test_packed_sequences_with_a_sink(world, mesh, rng, layout):
     tp = size_of(mesh, "tp")
     cu = [0, 4 * tp, 6 * tp, 12 * tp]

@@ -121,7 +121,7 @@ def test_cp_attention(world, device, gen, name, strategy):
         torch.testing.assert_close(a.grad.cpu().double(), b.grad, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("layout", ["zigzag_per_sequence", "zigzag", "contiguous"])
+@pytest.mark.parametrize("layout", ["zigzag_per_sequence", "zigzag", "contiguous", "balanced"])
 def test_packed_documents_that_change(world, device, gen, layout):
     """Other lengths each time: one plan serves them."""
     size = world.size
@@ -138,6 +138,31 @@ def test_packed_documents_that_change(world, device, gen, layout):
         torch.testing.assert_close(whole.cpu().double(), ref, rtol=1e-4, atol=1e-4)
         made = made or world.memory()["plans_made"]
     assert world.memory()["plans_made"] == made
+
+
+@pytest.mark.parametrize("kw", [{}, dict(causal=False), dict(causal=False, window=(5, 2))])
+def test_balanced_documents(world, device, gen, kw):
+    """Documents of any lengths, divided by the work under the mask; gradients, too."""
+    cu = [0, 13, 13, 50, 53, 53 + 7 * world.size]
+    qkv = [randn(gen, cu[-1], h, 8) for h in (4, 2, 2)]
+    d_out = randn(gen, cu[-1], 4, 8)
+    refs = [t.clone().requires_grad_() for t in qkv]
+    ref, _ = dense(*refs, cu, **kw)
+    ref.backward(d_out)
+    rows = dict(kw, cu_seqlens=cu, layout="balanced")
+    mine = [leaf(tw.cp_shard(t, **rows), torch.float32, device) for t in qkv]
+    counts = {len(tw.cp_shard(torch.arange(cu[-1]), **rows))} | {-(-cu[-1] // world.size)}
+    assert max(counts) - min(counts) <= 1
+    out = tw.cp_attention(*mine, cu_seqlens_q=cu, layout="balanced", **kw)
+    whole = tw.cp_unshard(out.detach(), **rows).cpu().double()
+    torch.testing.assert_close(whole, ref, rtol=1e-4, atol=1e-4)
+    out.backward(tw.cp_shard(d_out, **rows).to(out))
+    for a, b in zip(mine, refs):
+        torch.testing.assert_close(
+            a.grad.cpu().double(), tw.cp_shard(b.grad, **rows), rtol=1e-4, atol=1e-4
+        )
+    with pytest.raises(tilewire.InvalidArgument, match="balanced"):
+        tw.cp_attention(*(t[None] for t in mine), layout="balanced")
 
 
 def test_a_batch_over_ranks(world, device, gen):

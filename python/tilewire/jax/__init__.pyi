@@ -40,7 +40,7 @@ _Algo: TypeAlias = Literal["fused", "pipelined", "ring", "sequential"] | None
 _Activation: TypeAlias = Literal["relu", "gelu", "swiglu"] | None
 _Wire: TypeAlias = Literal["f32", "bf16", "f16"] | None
 _Sum: TypeAlias = Literal["sum", "avg"]
-_Layout: TypeAlias = Literal["zigzag_per_sequence", "zigzag", "contiguous"]
+_Layout: TypeAlias = Literal["zigzag_per_sequence", "zigzag", "contiguous", "balanced"]
 _Strategy: TypeAlias = Literal["get", "ring", "all_gather", "all_to_all", "hybrid"] | None
 _Window: TypeAlias = tuple[int | None, int | None] | None
 # Offsets on the host: numbers, or an array of numpy's.
@@ -321,6 +321,8 @@ def cp_shard(
     cu_seqlens: _Offsets = None,
     layout: _Layout = "zigzag_per_sequence",
     dim: int | None = None,
+    causal: bool = True,
+    window: _Window = None,
     world: World | None = None,
 ) -> Array:
     """My part of a global array that every rank has, for :func:`cp_attention`."""
@@ -332,6 +334,8 @@ def cp_unshard(
     cu_seqlens: _Offsets = None,
     layout: _Layout = "zigzag_per_sequence",
     dim: int | None = None,
+    causal: bool = True,
+    window: _Window = None,
     world: World | None = None,
 ) -> Array:
     """The global array of all ranks' parts."""

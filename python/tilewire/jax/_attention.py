@@ -94,6 +94,14 @@ def _packed(x, what):
     return x
 
 
+def _not_of_batches(x, layout):
+    """Refuses a batch where a rank's rows are not the same ones of each entry."""
+    if layout == "balanced" and x.ndim == 4:
+        raise InvalidArgument(
+            "the layout `balanced` is of [tokens, heads, d] and cu_seqlens, not of [b, s, heads, d]"
+        )
+
+
 def _lengths(x, cu, size, what):
     """Offsets of all sequences in the global rows, of which each rank holds a part."""
     if cu is not None:
@@ -108,6 +116,7 @@ def _lengths(x, cu, size, what):
 def _run(q, k, v, team, kw):
     q, k, v = jnp.asarray(q), jnp.asarray(k), jnp.asarray(v)
     size = 1 if team is None else team[2]
+    _not_of_batches(q, kw["layout"])
     left, right = _window(kw["causal"], kw["window"])
     packed = [_packed(x, n) for x, n in ((q, "q"), (k, "k"), (v, "v"))]
     cu_q = _offsets(kw["cu_seqlens_q"], "cu_seqlens_q")
@@ -218,8 +227,9 @@ def cp_attention(
             fastest.
         a2a_size: ranks of a group in which "hybrid" scatters heads.
         layout: "zigzag_per_sequence" (each sequence in 2 P chunks, of which rank r holds r and
-            2 P - 1 - r), "zigzag" (the same of all rows together) or "contiguous". :func:`cp_shard`
-            divides.
+            2 P - 1 - r), "zigzag" (the same of all rows together), "contiguous", or "balanced"
+            (equal rows and equal work of any documents, whole ones where that balances; not of [b,
+            s, heads, d]). :func:`cp_shard` divides.
         return_lse: also return the log-sum-exp of my rows.
         world: a World; None is the first one.
 
@@ -235,9 +245,9 @@ def cp_attention(
     return _run(q, k, v, team_of(axis_name, world), kw)
 
 
-def _rows(cu, layout, size):
+def _rows(cu, layout, size, mask):
     """Global rows of each rank, in the order of its arrays."""
-    spans = [_native.cp_rows(cu, layout, r, size) for r in range(size)]
+    spans = [_native.cp_rows(cu, layout, (r, size), mask) for r in range(size)]
     rows = [np.concatenate([np.arange(a, b) for a, b in s] or [np.arange(0)]) for s in spans]
     if len({len(r) for r in rows}) != 1:
         raise InvalidArgument(
@@ -246,27 +256,46 @@ def _rows(cu, layout, size):
     return np.stack(rows)
 
 
-def cp_shard(x, axis_name, *, cu_seqlens=None, layout="zigzag_per_sequence", dim=None, world=None):
+def cp_shard(
+    x,
+    axis_name,
+    *,
+    cu_seqlens=None,
+    layout="zigzag_per_sequence",
+    dim=None,
+    causal=True,
+    window=None,
+    world=None,
+):
     """My part of a global array that every rank has, for :func:`cp_attention`.
 
     ``dim`` is the dimension of the tokens: 0 of [tokens, ...], 1 of [b, s, ...] (dim=1 divides each
-    entry of the batch alike).
+    entry of the batch alike). ``causal`` and ``window`` are those of :func:`cp_attention`: the
+    layout "balanced" divides by the work under the mask.
     """
     _, axes, size = team_of(axis_name, world)
     dim = 0 if dim is None else dim
     cu = _offsets(cu_seqlens, "cu_seqlens") or [0, x.shape[dim]]
-    mine = jnp.asarray(_rows(cu, layout, size))[jax.lax.axis_index(axes)]
+    mine = jnp.asarray(_rows(cu, layout, size, _window(causal, window)))[jax.lax.axis_index(axes)]
     (x,) = vary(axes, x)
     return jnp.take(x, mine, axis=dim)
 
 
 def cp_unshard(
-    x, axis_name, *, cu_seqlens=None, layout="zigzag_per_sequence", dim=None, world=None
+    x,
+    axis_name,
+    *,
+    cu_seqlens=None,
+    layout="zigzag_per_sequence",
+    dim=None,
+    causal=True,
+    window=None,
+    world=None,
 ):
     """The global array of all ranks' parts: the inverse of :func:`cp_shard`."""
     _, _, size = team_of(axis_name, world)
     dim = 0 if dim is None else dim
     cu = _offsets(cu_seqlens, "cu_seqlens") or [0, x.shape[dim] * size]
     parts = all_gather(jnp.moveaxis(x, dim, 0), axis_name, world=world)
-    back = np.argsort(_rows(cu, layout, size).reshape(-1))
+    back = np.argsort(_rows(cu, layout, size, _window(causal, window)).reshape(-1))
     return jnp.moveaxis(jnp.take(parts, back, axis=0), 0, dim)

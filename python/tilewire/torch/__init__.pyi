@@ -57,7 +57,7 @@ _Activation: TypeAlias = Literal["relu", "gelu", "swiglu"] | None
 _Wire: TypeAlias = Literal["f32", "bf16", "f16"] | None
 _Sum: TypeAlias = Literal["sum", "avg"]
 _Recipe: TypeAlias = Literal["tensor", "block1x128", "block128x128", "mx1x32"]
-_Layout: TypeAlias = Literal["zigzag_per_sequence", "zigzag", "contiguous"]
+_Layout: TypeAlias = Literal["zigzag_per_sequence", "zigzag", "contiguous", "balanced"]
 _Strategy: TypeAlias = Literal["get", "ring", "all_gather", "all_to_all", "hybrid"] | None
 _Window: TypeAlias = tuple[int | None, int | None] | None
 _Offsets: TypeAlias = Sequence[int] | Tensor | None
@@ -486,6 +486,8 @@ def cp_shard(
     cu_seqlens: _Offsets = None,
     layout: _Layout = "zigzag_per_sequence",
     dim: int | None = None,
+    causal: bool = True,
+    window: _Window = None,
 ) -> Tensor:
     """My part of a global tensor, for :func:`cp_attention`."""
 
@@ -496,6 +498,8 @@ def cp_unshard(
     cu_seqlens: _Offsets = None,
     layout: _Layout = "zigzag_per_sequence",
     dim: int | None = None,
+    causal: bool = True,
+    window: _Window = None,
 ) -> Tensor:
     """The global tensor of all ranks' parts. Collective."""
 

@@ -72,6 +72,14 @@ def _packed(x, what):
     return x
 
 
+def _not_of_batches(x, layout):
+    """Refuses a batch where a rank's rows are not the same ones of each entry."""
+    if layout == "balanced" and x.dim() == 4:
+        raise InvalidArgument(
+            "the layout `balanced` is of [tokens, heads, d] and cu_seqlens, not of [b, s, heads, d]"
+        )
+
+
 def _lengths(x, cu, size, what):
     """Offsets of all sequences in the global rows, of which each rank holds a part."""
     if cu is not None:
@@ -84,6 +92,7 @@ def _lengths(x, cu, size, what):
 
 
 def _run(q, k, v, world, size, kw):
+    _not_of_batches(q, kw["layout"])
     left, right = _window(kw["causal"], kw["window"])
     cu_q = _lengths(q, _offsets(kw["cu_seqlens_q"], "cu_seqlens_q"), size, "cu_seqlens_q")
     cu_kv = kw["cu_seqlens_kv"]
@@ -188,7 +197,8 @@ def cp_attention(
         a2a_size: ranks of a group in which "hybrid" scatters heads.
         layout: "zigzag_per_sequence" (each sequence in 2 P chunks, of which rank r holds r and
             2 P - 1 - r, as TransformerEngine and Megatron divide), "zigzag" (the same of all rows
-            together) or "contiguous". :func:`cp_shard` divides.
+            together), "contiguous", or "balanced" (equal rows and equal work of any documents,
+            whole ones where that balances; not of [b, s, heads, d]). :func:`cp_shard` divides.
         return_lse: also return the log-sum-exp of my rows.
 
     Returns:
@@ -204,25 +214,44 @@ def cp_attention(
     return _run(q, k, v, world, _ops.size_of(world), kw)
 
 
-def _rows(cu, layout, world):
+def _rows(cu, layout, world, mask):
     size = _ops.size_of(world)
-    return [_native.cp_rows(cu, layout, r, size) for r in range(size)]
+    return [_native.cp_rows(cu, layout, (r, size), mask) for r in range(size)]
 
 
-def cp_shard(x, group=None, *, cu_seqlens=None, layout="zigzag_per_sequence", dim=None):
+def cp_shard(
+    x,
+    group=None,
+    *,
+    cu_seqlens=None,
+    layout="zigzag_per_sequence",
+    dim=None,
+    causal=True,
+    window=None,
+):
     """My part of a global tensor, for :func:`cp_attention`.
 
     ``dim`` is the dimension of the tokens: 0 of [tokens, ...], 1 of [b, s, ...] (dim=1 divides each
-    entry of the batch alike).
+    entry of the batch alike). ``causal`` and ``window`` are those of :func:`cp_attention`: the
+    layout "balanced" divides by the work under the mask.
     """
     world = handle_of(group)
     dim = 0 if dim is None else dim
     cu = _offsets(cu_seqlens, "cu_seqlens") or [0, x.shape[dim]]
-    spans = _rows(cu, layout, world)[_ops.rank_of(world)]
+    spans = _rows(cu, layout, world, _window(causal, window))[_ops.rank_of(world)]
     return torch.cat([x.narrow(dim, a, b - a) for a, b in spans], dim).contiguous()
 
 
-def cp_unshard(x, group=None, *, cu_seqlens=None, layout="zigzag_per_sequence", dim=None):
+def cp_unshard(
+    x,
+    group=None,
+    *,
+    cu_seqlens=None,
+    layout="zigzag_per_sequence",
+    dim=None,
+    causal=True,
+    window=None,
+):
     """The global tensor of all ranks' parts: the inverse of :func:`cp_shard`. Collective."""
     from ._functions import all_gather
 
@@ -232,7 +261,7 @@ def cp_unshard(x, group=None, *, cu_seqlens=None, layout="zigzag_per_sequence", 
     first = x.movedim(dim, 0).contiguous()
     # Parts may differ in rows by what the layout says.
     cu = _offsets(cu_seqlens, "cu_seqlens") or [0, x.shape[dim] * size]
-    spans = _rows(cu, layout, world)
+    spans = _rows(cu, layout, world, _window(causal, window))
     rows = [sum(b - a for a, b in s) for s in spans]
     parts = all_gather(first, group, rows=None if len(set(rows)) == 1 else rows)
     index = torch.cat([torch.arange(a, b) for s in spans for a, b in s])

@@ -144,6 +144,7 @@ impl Wire {
 mod tests {
     use super::*;
     use tilewire_core::Rank;
+    use tilewire_ops::attention::AttnMask;
     use tilewire_ops::cp_attention::Layout;
 
     /// Pairs of a query and a key that it sees, under a causal mask.
@@ -161,8 +162,8 @@ mod tests {
             let global = Sequences::batched(batch, seq, seq);
             let (mut rows, mut all) = (0, 0);
             for r in Rank::all(size) {
-                let s =
-                    seen(&Layout::Zigzag.spans(batch * seq, &global.q, r, size), &global).unwrap();
+                let rows_of = Layout::Zigzag.rows_q(&global, &AttnMask::CAUSAL, r, size);
+                let s = seen(&rows_of, &global).unwrap();
                 rows += s.tokens_q;
                 all += pairs(&s);
             }

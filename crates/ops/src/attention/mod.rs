@@ -45,6 +45,7 @@ pub(crate) mod table;
 mod tests;
 
 pub use backend::AttnBackend;
+pub(crate) use desc::bound;
 pub use desc::{AttentionDesc, AttnMask, BiasShape, Dropout};
 pub(crate) use host::{Grads, Upstream, rows_first};
 pub use launch::{AttnGrads, AttnInputs, AttnOperand, AttnOut, AttnSaved};

@@ -7,7 +7,9 @@ use std::str::FromStr;
 use serde::{Deserialize, Serialize};
 use tilewire_core::{DType, Error, Rank, Result};
 
-use crate::attention::{AttentionDesc, Sequences};
+use super::balanced;
+use super::work::extents;
+use crate::attention::{AttentionDesc, AttnMask, Sequences};
 use crate::common::part;
 
 /// The rows of the global tensors that a rank holds. Queries and keys are divided alike, each by
@@ -25,20 +27,60 @@ pub enum Layout {
     ZigzagPerSequence,
     /// `P` chunks; rank `r` holds chunk `r`.
     Contiguous,
+    /// Equally many rows for each rank, and equally many visible pairs, of any sequences and under
+    /// any mask: at most 1.05 times the mean, wherever no query sees more than a hundredth of it.
+    /// Ranks hold whole sequences where those fill them evenly. Otherwise they hold at most
+    /// `2 P - 1` runs of rows in all, which are cut in multiples of 128 rows of a sequence where
+    /// lengths allow. Keys are where their queries are; where keys have other sequences than
+    /// queries, they are in `P` chunks.
+    Balanced,
 }
 
 impl Layout {
     /// All values with their names.
-    pub const NAMES: [(&'static str, Layout); 3] = [
+    pub const NAMES: [(&'static str, Layout); 4] = [
         ("zigzag", Layout::Zigzag),
         ("zigzag_per_sequence", Layout::ZigzagPerSequence),
         ("contiguous", Layout::Contiguous),
+        ("balanced", Layout::Balanced),
     ];
 
-    /// Returns the global rows of `rank`, in the order of its local tensor, of queries or keys: of
-    /// `tokens` rows with these `sequences`, which only [`Layout::ZigzagPerSequence`] looks at. All
-    /// ranks have equally many spans. They hold every row once, also where [`Layout::check`] fails.
-    pub fn spans(
+    /// Returns the global rows of the queries of `rank`, in the order of its local tensor. All
+    /// ranks have equally many spans, some of which may be empty. They hold every row once, also
+    /// where [`Layout::check`] fails. Only [`Layout::Balanced`] looks at the mask.
+    pub fn rows_q(
+        self,
+        s: &Sequences,
+        mask: &AttnMask,
+        rank: Rank,
+        size: usize,
+    ) -> Vec<Range<usize>> {
+        match self {
+            Layout::Balanced => balanced::divided(s, mask, size)[rank.idx()].clone(),
+            _ => self.cut(s.tokens_q, &s.q, rank, size),
+        }
+    }
+
+    /// Returns the global rows of the keys of `rank` as [`Layout::rows_q`] those of its queries.
+    pub fn rows_kv(
+        self,
+        s: &Sequences,
+        mask: &AttnMask,
+        rank: Rank,
+        size: usize,
+    ) -> Vec<Range<usize>> {
+        match self {
+            Layout::Balanced if s.tokens_q == s.tokens_kv && s.q == s.kv => {
+                self.rows_q(s, mask, rank, size)
+            }
+            Layout::Balanced => Layout::Contiguous.cut(s.tokens_kv, &s.kv, rank, size),
+            _ => self.cut(s.tokens_kv, &s.kv, rank, size),
+        }
+    }
+
+    /// Returns the rows of `rank` of `tokens` rows with these sequences, by a layout that divides
+    /// each side by itself.
+    fn cut(
         self,
         tokens: usize,
         sequences: &[Range<usize>],
@@ -54,7 +96,7 @@ impl Layout {
         match self {
             Layout::Zigzag => two(0..tokens).to_vec(),
             Layout::ZigzagPerSequence => extents(tokens, sequences).flat_map(two).collect(),
-            Layout::Contiguous => vec![part(tokens, rank.idx(), size)],
+            Layout::Contiguous | Layout::Balanced => vec![part(tokens, rank.idx(), size)],
         }
     }
 
@@ -86,19 +128,9 @@ impl Layout {
     pub fn max_rows(self, tokens: usize, size: usize) -> usize {
         match self {
             Layout::Zigzag | Layout::ZigzagPerSequence => 2 * tokens.div_ceil(2 * size),
-            Layout::Contiguous => tokens.div_ceil(size),
+            Layout::Contiguous | Layout::Balanced => tokens.div_ceil(size),
         }
     }
-}
-
-/// Returns the rows of each sequence up to the next one; the first begins at row 0, and without
-/// sequences it is all rows. Every row is in one of them.
-fn extents(
-    tokens: usize,
-    sequences: &[Range<usize>],
-) -> impl Iterator<Item = Range<usize>> + use<'_> {
-    let start = move |i: usize| sequences.get(i).map_or(tokens, |s| s.start);
-    (0..sequences.len().max(1)).map(move |i| if i == 0 { 0 } else { start(i) }..start(i + 1))
 }
 
 impl FromStr for Layout {
@@ -176,12 +208,12 @@ impl CpAttentionDesc {
 
     /// Returns the global rows of the queries of `rank`.
     pub(super) fn rows_q(&self, s: &Sequences, rank: Rank, size: usize) -> Vec<Range<usize>> {
-        self.layout.spans(s.tokens_q, &s.q, rank, size)
+        self.layout.rows_q(s, &self.attn.mask, rank, size)
     }
 
     /// Returns the global rows of the keys of `rank`.
     pub(super) fn rows_kv(&self, s: &Sequences, rank: Rank, size: usize) -> Vec<Range<usize>> {
-        self.layout.spans(s.tokens_kv, &s.kv, rank, size)
+        self.layout.rows_kv(s, &self.attn.mask, rank, size)
     }
 
     /// Returns the element type of K and V on the wire, and whether scales travel with them.

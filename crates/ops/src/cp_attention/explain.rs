@@ -6,10 +6,12 @@ use tilewire_core::Rank;
 use tilewire_symm::LinkTraffic;
 
 use super::config::{CpConfig, Strategy};
-use super::desc::{CpAttentionDesc, Layout};
+use super::desc::CpAttentionDesc;
 use super::launch::Pass;
 use super::pieces::{Pieces, Sizes};
 use super::schedule::Schedule;
+use super::work::Work;
+use crate::attention::Sequences;
 use crate::common::Machine;
 
 /// A configuration with its predicted time.
@@ -84,12 +86,13 @@ pub(super) fn buffer_bytes(
 /// the ring, all where heads are traded.
 pub(super) fn explain(d: &CpAttentionDesc, size: usize, m: &Machine) -> CpExplain {
     let a = &d.attn;
-    let flop = 2.0 * pairs(d) * (a.heads_q * (a.dqk + a.dv)) as f64;
-    let uneven = match d.layout {
-        Layout::Contiguous if a.mask.right.is_some() && size > 1 => 2.0,
-        _ => 1.0,
+    let pairs = rank_pairs(d, &a.sequences, size);
+    let compute = |inner: usize| {
+        // Ranks that trade heads share the pairs of their group.
+        let most = pairs.chunks(inner).map(|g| g.iter().sum::<i128>()).max().unwrap_or(0);
+        let flop = 2.0 * most as f64 * (a.heads_q * (a.dqk + a.dv)) as f64;
+        flop / inner as f64 / m.gemm_flop_per_us
     };
-    let compute = flop * uneven / size as f64 / m.gemm_flop_per_us;
     let mut candidates = Vec::new();
     for strategy in legal(d, size) {
         let config = CpConfig::of(strategy);
@@ -102,7 +105,8 @@ pub(super) fn explain(d: &CpAttentionDesc, size: usize, m: &Machine) -> CpExplai
         let bytes = |r| of(r).iter().map(moved).sum::<u64>();
         let fwd_bytes = Rank::all(size).map(bytes).max().unwrap_or(0);
         let wire = fwd_bytes as f64 / m.link_bytes_per_us;
-        let (groups, latency) = (size / strategy.inner(d, size), m.latency_us);
+        let (inner, latency) = (strategy.inner(d, size), m.latency_us);
+        let (groups, compute) = (size / inner, compute(inner));
         let predicted_us = match strategy {
             _ if size == 1 => compute,
             Strategy::AllToAll | Strategy::Hybrid => compute + wire + 2.0 * latency,
@@ -118,17 +122,9 @@ pub(super) fn explain(d: &CpAttentionDesc, size: usize, m: &Machine) -> CpExplai
     CpExplain { what: format!("cp_attention {d}"), candidates, chosen }
 }
 
-/// Returns the visible (query, key) pairs of all sequences, about.
-fn pairs(d: &CpAttentionDesc) -> f64 {
-    let s = &d.attn.sequences;
-    let mut sum = 0.0;
-    for (q, kv) in s.q.iter().zip(&s.kv) {
-        let (sq, skv) = (q.len() as f64, kv.len() as f64);
-        let reach = |r: Option<usize>| r.map_or(skv, |r| (r as f64).min(skv));
-        let (left, right) = (reach(d.attn.mask.left), reach(d.attn.mask.right));
-        // A causal triangle is half of the rectangle; a window is a band.
-        let causal = if d.attn.mask.right == Some(0) { 0.5 } else { 1.0 };
-        sum += (sq * skv * causal).min(sq * (left + right + 1.0));
-    }
-    sum
+/// Returns the visible (query, key) pairs of the queries of each rank.
+pub(super) fn rank_pairs(d: &CpAttentionDesc, s: &Sequences, size: usize) -> Vec<i128> {
+    let work = Work::new(s, &d.attn.mask);
+    let of = |r| d.rows_q(s, r, size).iter().map(|rows| work.of(rows)).sum();
+    Rank::all(size).map(of).collect()
 }

@@ -38,6 +38,7 @@
 //! | cases | `crates/cli/src/verify/cp_attention.rs` |
 //! | page | `docs/protocols/cp_attention.md` |
 
+mod balanced;
 mod config;
 mod desc;
 mod device;
@@ -51,6 +52,7 @@ mod schedule;
 mod tests;
 mod transfers;
 mod tune;
+mod work;
 
 pub use config::{CpConfig, Strategy};
 pub use desc::{CpAttentionDesc, Layout};

@@ -95,7 +95,7 @@ impl Prepared {
         // Chunks of each sequence, and one more where a sequence ends and its padding begins.
         let pieces = match d.layout {
             Layout::ZigzagPerSequence => (2 * size + 1, 0),
-            Layout::Zigzag | Layout::Contiguous => (2, 4 * size),
+            Layout::Zigzag | Layout::Contiguous | Layout::Balanced => (2, 4 * size),
         };
         let needs = Needs { queries, pieces, dkv, out };
         let desc = if d.kv_wire().1 { kernel_desc(&d.attn) } else { d.attn.clone() };
