@@ -9,7 +9,7 @@ use super::{Case, Ctx, NCCL};
 
 /// Layout, features, dtype. `kv8`: keys and values travel as e4m3; `dkv8`, `dkv5`: partial
 /// gradients as e4m3, e5m2.
-const COMBOS: [(&str, &str, DType); 18] = [
+const COMBOS: [(&str, &str, DType); 22] = [
     ("zigzag", "causal+gqa", DType::F32),
     ("zigzag", "full+dims+sink", DType::BF16),
     ("contiguous", "causal+mqa+packed+dropout", DType::F32),
@@ -28,9 +28,14 @@ const COMBOS: [(&str, &str, DType); 18] = [
     (PER_SEQUENCE, "causal+mqa+cross+bias+dropout", DType::F32),
     (PER_SEQUENCE, "causal+gqa+packed+kv8+dkv8", DType::F32),
     (PER_SEQUENCE, "full+padded", DType::F8E4M3),
+    (BALANCED, "causal+gqa+packed", DType::F32),
+    (BALANCED, "window+padded+softcap+sink", DType::BF16),
+    (BALANCED, "causal+mqa+cross+bias+dropout", DType::F32),
+    (BALANCED, "full+packed", DType::F8E4M3),
 ];
 
 const PER_SEQUENCE: &str = "zigzag_per_sequence";
+const BALANCED: &str = "balanced";
 
 pub(super) fn cases() -> Vec<Case> {
     let mut v = Vec::new();
@@ -50,8 +55,10 @@ pub(super) fn cases() -> Vec<Case> {
             let op = format!("{NCCL}/cp_attention/{strategy}/{layout}/{words}");
             v.push(Case::new(op, *dtype, &[("seq", 29), ("d", 8)], run));
         }
-        let op = format!("{NCCL}/cp_attention/{strategy}/{PER_SEQUENCE}/causal+gqa+packed");
-        v.push(Case::new(op, DType::F32, &[("seq", 29), ("d", 8)], run));
+        for layout in [PER_SEQUENCE, BALANCED] {
+            let op = format!("{NCCL}/cp_attention/{strategy}/{layout}/causal+gqa+packed");
+            v.push(Case::new(op, DType::F32, &[("seq", 29), ("d", 8)], run));
+        }
         let op = format!("{NCCL}/cp_attention/{strategy}/zigzag/causal+gqa+tiny");
         v.push(Case::new(op, DType::F32, &[("seq", 3), ("d", 4)], run));
     }
@@ -113,16 +120,22 @@ fn divided(s: &Sequences, chunks: usize, padded: bool) -> Result<Sequences> {
     Sequences::padded((&q.0, &q.1), (&kv.0, &kv.1))
 }
 
-/// Other sequences for the same plan: with fewer rows, and for [`Layout::ZigzagPerSequence`] as
-/// many sequences as have a row in each of the `chunks` chunks, less one.
-fn others(d: &CpAttentionDesc, chunks: usize) -> Sequences {
+/// Other sequences for the same plan: with fewer rows, for [`Layout::ZigzagPerSequence`] as many
+/// sequences as have a row in each of the `chunks` chunks, less one, and for [`Layout::Balanced`]
+/// four, one of them empty.
+fn others(d: &CpAttentionDesc, chunks: usize) -> Result<Sequences> {
     let s = &d.attn.sequences;
     if d.layout == Layout::ZigzagPerSequence {
         let num = s.tokens_q.min(s.tokens_kv) / chunks;
-        return Sequences::batched(num.saturating_sub(1).max(1), chunks, chunks);
+        return Ok(Sequences::batched(num.saturating_sub(1).max(1), chunks, chunks));
     }
     let (q, kv) = s.longest();
-    Sequences::one(q.min(s.tokens_q / 2), kv.min(s.tokens_kv / 2))
+    let (q, kv) = (q.min(s.tokens_q / 2), kv.min(s.tokens_kv / 2));
+    if d.layout == Layout::Balanced {
+        let cu = |n: usize| [0, n / 5, n / 5, n / 2, n];
+        return Sequences::packed(&cu(q), &cu(kv));
+    }
+    Ok(Sequences::one(q, kv))
 }
 
 fn run(ctx: &mut Ctx, case: &Case) -> Result<()> {
@@ -132,7 +145,7 @@ fn run(ctx: &mut Ctx, case: &Case) -> Result<()> {
     plan.prepare(&ctx.stream)?;
     let mut problem = Problem::new(ctx, desc.attn.clone());
     pass(ctx, &plan, &mut problem, None)?;
-    let fewer = others(&desc, 2 * ctx.team.size());
+    let fewer = others(&desc, 2 * ctx.team.size())?;
     let mut attn = desc.attn.clone();
     attn.sequences = fewer.clone();
     let mut problem = Problem::new(ctx, attn);
