@@ -38,6 +38,9 @@ pub enum Command {
     Dump(DumpArgs),
     /// Turn a trace file into a self-contained HTML timeline.
     Trace(TraceArgs),
+    /// Say what each rank of an operation would hold, compute and move; starts nothing.
+    #[command(subcommand)]
+    Plan(crate::plan_cmd::PlanCommand),
     /// List, compile and cache the kernels; needs no GPU.
     #[command(subcommand)]
     Kernels(KernelsCommand),
@@ -187,7 +190,7 @@ fn parse_size(s: &str) -> std::result::Result<(String, usize), String> {
     Ok((name.to_owned(), value))
 }
 
-fn positive(s: &str) -> std::result::Result<usize, String> {
+pub(crate) fn positive(s: &str) -> std::result::Result<usize, String> {
     match s.parse() {
         Ok(0) | Err(_) => Err("must be a whole number above 0".to_owned()),
         Ok(n) => Ok(n),

@@ -10,6 +10,7 @@ pub mod ending;
 pub mod kernels_cmd;
 pub mod launch;
 pub mod links;
+pub mod plan_cmd;
 pub mod plot;
 mod progress;
 pub mod rows;

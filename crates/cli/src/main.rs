@@ -9,8 +9,8 @@ use tilewire::device::cuda::load_library;
 use tilewire::prelude::*;
 use tilewire_cli::args::{BenchWhat, Cli, Command};
 use tilewire_cli::{
-    bench, checkpoint_cmd, complain, doctor, dump, end, kernels_cmd, launch, links, report,
-    say_all, topo, trace, train, verify_cmd,
+    bench, checkpoint_cmd, complain, doctor, dump, end, kernels_cmd, launch, links, plan_cmd,
+    report, say_all, topo, trace, train, verify_cmd,
 };
 
 /// Memory that lacks is an error, not an abort.
@@ -106,6 +106,7 @@ fn run(cli: Cli) -> Result<i32> {
         Command::Dump(args) => dump::run(args),
         Command::Trace(args) => trace::run(args),
         Command::Checkpoint(command) => checkpoint_cmd::run(command),
+        Command::Plan(command) => plan_cmd::run(command),
         Command::Kernels(command) => kernels_cmd::run(command),
         Command::Doctor(_) | Command::Completions { .. } | Command::Env | Command::Warden => Ok(0),
     }

@@ -183,6 +183,10 @@ const ROWS: &[Row] = &[
         let whole = |r: &Value| r["damage"].as_array().is_some_and(Vec::is_empty);
         off.out.contains(": whole, ") && on.json().is_some_and(|r| r.iter().all(whole))
     }),
+    row("plan cp_attention", "--json", &["--docs", "300,84", "--ranks", "2"], 0, |off, on| {
+        let rows = on.json().unwrap_or_default();
+        off.out.contains("most work 1.0") && rows.len() == 2 && rows[1]["rows"] == 192
+    }),
     row("kernels list", "--json", &[], 0, |off, on| {
         off.out.contains("comm/signal.cu")
             && on.json().is_some_and(|r| r.len() == off.lines().len())
