@@ -98,7 +98,7 @@ pub fn run(command: &PlanCommand) -> Result<i32> {
     let shares = |pass| CpShare::of_all(&desc, args.strategy, args.ranks, pass);
     let (forward, backward) = (shares(Pass::Forward)?, shares(Pass::Backward)?);
     let mean = forward.iter().map(|s| s.pairs).sum::<u128>() as f64 / args.ranks as f64;
-    let all: Vec<Shown> = (0..args.ranks)
+    let all: Vec<Shown<'_>> = (0..args.ranks)
         .map(|r| Shown {
             share: &forward[r],
             of_mean: if mean == 0.0 { 1.0 } else { forward[r].pairs as f64 / mean },
@@ -141,7 +141,7 @@ fn offsets(file: &Path) -> Result<Vec<usize>> {
     words.filter(|w| !w.is_empty()).map(number).collect()
 }
 
-/// What one rank moves in one pass.
+/// The traffic of one rank in one pass.
 struct Moved {
     /// Bytes from and to each rank.
     receives: Vec<u64>,

@@ -30,7 +30,10 @@ fn ranks_have_equal_rows_and_work_and_what_is_sent_is_received() {
         let all = rows(&format!("{DOCS} --strategy {strategy}"));
         assert_eq!(all.len(), 4);
         let pairs: u64 = all.iter().map(|r| number(&r["pairs"])).sum();
-        assert_eq!(pairs, [4096, 1024, 512, 256, 2048, 256].map(|n| n * (n + 1) / 2).iter().sum());
+        assert_eq!(
+            pairs,
+            [4096, 1024, 512, 256, 2048, 256].map(|n: u64| n * (n + 1) / 2).iter().sum::<u64>()
+        );
         let mut spans: Vec<(u64, u64)> = Vec::new();
         for (i, r) in all.iter().enumerate() {
             assert!(r["rows"] == 2048 && r["rank"] == i, "{r}");

@@ -71,7 +71,7 @@ mod tests {
         CpAttentionDesc { layout, a2a_size: 2, ..CpAttentionDesc::new(attn) }
     }
 
-    /// What is said without a team is what each rank's plan says, which is what is counted.
+    /// Shares without a team are those of the plan of each rank, which are what is counted.
     #[test]
     fn shares_are_those_of_the_plans() {
         for (_, layout) in Layout::NAMES {
