@@ -29,11 +29,14 @@ pub trait Store: Send + Sync {
     fn add(&self, key: &str, n: i64) -> Result<i64>;
 }
 
+/// Time for a last word at the end of a meeting, or to a server that may have ended.
+pub(crate) const LAST_WORD: Duration = Duration::from_millis(500);
+
 /// Limit for requests that a server can answer at once, in a meeting that ends at `end`. At its end
 /// there is time for a last word.
 pub(crate) fn op_limit(end: Option<Deadline>) -> Duration {
     let most = Duration::from_secs(30);
-    end.map_or(most, |e| e.remaining().clamp(Duration::from_millis(500), most))
+    end.map_or(most, |e| e.remaining().clamp(LAST_WORD, most))
 }
 
 /// The error of a `get` that ran out of time.

@@ -5,12 +5,13 @@
 //! magic number opens a connection; SET has no answer, so a PING after it makes sure that it was
 //! done. There is no authentication in this protocol: nothing secret is ever put in this store.
 
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
 use tilewire_core::{Deadline, Error, ErrorKind, Result};
 
-use crate::store::{Store, key_timeout, op_limit};
+use crate::store::{LAST_WORD, Store, key_timeout, op_limit};
 use crate::stream::{Stream, resolve, retry};
 
 /// Queries of the protocol that we use.
@@ -40,6 +41,9 @@ pub struct TorchStore {
     idle: Mutex<Vec<Stream>>,
     /// The end of the meeting that this is for: no request lasts much longer.
     end: Option<Deadline>,
+    /// A request has failed that a live server answers at once: whoever has a last word for it is
+    /// not kept by it.
+    lost: AtomicBool,
 }
 
 impl TorchStore {
@@ -51,7 +55,8 @@ impl TorchStore {
     pub fn connect(host: &str, port: u16, prefix: &str, deadline: Deadline) -> Result<Self> {
         // torch itself puts a slash before every key.
         let (host, prefix) = (host.to_owned(), format!("/{prefix}/"));
-        let store = Self { host, port, prefix, idle: Mutex::new(Vec::new()), end: None };
+        let (idle, lost) = (Mutex::new(Vec::new()), AtomicBool::new(false));
+        let store = Self { host, port, prefix, idle, end: None, lost };
         let first = store.open(deadline)?;
         store.keep(first);
         Ok(store)
@@ -60,6 +65,12 @@ impl TorchStore {
     /// Ends requests with the meeting that they are for.
     pub(crate) fn ending(self, end: Deadline) -> Self {
         Self { end: Some(end), ..self }
+    }
+
+    /// Returns the limit for requests that a live server answers at once.
+    fn patience(&self) -> Duration {
+        let most = if self.lost.load(Ordering::Relaxed) { LAST_WORD } else { Duration::MAX };
+        op_limit(self.end).min(most)
     }
 
     fn open(&self, deadline: Deadline) -> Result<Stream> {
@@ -88,10 +99,20 @@ impl TorchStore {
             None => self.open(deadline)?,
         };
         let done = f(&conn).map_err(|e| {
+            self.lost.fetch_or(e.kind() == ErrorKind::Io, Ordering::Relaxed);
             e.op("store").hint(format!("torch's store is at {}:{}", self.host, self.port))
         })?;
         self.keep(conn);
         Ok(done)
+    }
+
+    /// As [`TorchStore::with`], for a request that a live server answers at once: one that does not
+    /// is lost.
+    fn at_once<T>(&self, f: impl FnOnce(&Stream, Deadline) -> Result<T>) -> Result<T> {
+        let limit = Deadline::after(self.patience());
+        self.with(limit, |conn| f(conn, limit)).inspect_err(|e| {
+            self.lost.fetch_or(e.is_timeout(), Ordering::Relaxed);
+        })
     }
 
     fn query(&self, op: u8, key: &str) -> Vec<u8> {
@@ -133,8 +154,7 @@ fn read<const N: usize>(conn: &Stream, deadline: Deadline) -> Result<[u8; N]> {
 
 impl Store for TorchStore {
     fn set(&self, key: &str, value: &[u8]) -> Result<()> {
-        let limit = Deadline::after(op_limit(self.end));
-        self.with(limit, |conn| {
+        self.at_once(|conn, limit| {
             let mut b = self.query(query::SET, key);
             put(&mut b, value);
             conn.write_all(&b, limit)?;
@@ -144,7 +164,7 @@ impl Store for TorchStore {
 
     fn get(&self, key: &str, deadline: Deadline) -> Result<Vec<u8>> {
         // A store that hangs must not cost much more than the caller is willing to wait.
-        let patience = op_limit(self.end).min(deadline.remaining() + Duration::from_secs(2));
+        let patience = self.patience().min(deadline.remaining() + Duration::from_secs(2));
         let limit = || Deadline::after(patience);
         let there = self.with(limit(), |conn| {
             conn.write_all(&self.query(query::CHECK, key), limit())?;
@@ -180,8 +200,7 @@ impl Store for TorchStore {
     }
 
     fn add(&self, key: &str, n: i64) -> Result<i64> {
-        let limit = Deadline::after(op_limit(self.end));
-        self.with(limit, |conn| {
+        self.at_once(|conn, limit| {
             let mut b = self.query(query::ADD, key);
             b.extend(n.to_ne_bytes());
             conn.write_all(&b, limit)?;

@@ -121,6 +121,51 @@ fn silence_and_strangers_are_told_with_the_address() {
     assert!(e.to_string().contains("not a torch store"), "{e}");
 }
 
+/// What a rank says to a store at the end of a meeting: its card, and that the meeting is over.
+fn last_words(s: &TorchStore) -> Duration {
+    let start = std::time::Instant::now();
+    s.set("card", b"given up").unwrap_err();
+    s.add("ended", 1).unwrap_err();
+    start.elapsed()
+}
+
+/// A meeting of a minute that fails early: its last words for a store that has ended take no time.
+#[test]
+fn a_server_that_has_ended_is_not_waited_for() {
+    let l = TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = l.local_addr().unwrap().port();
+    let server = std::thread::spawn(move || {
+        let (mut s, _) = l.accept().unwrap();
+        // The hello, and nothing else.
+        bytes::<5>(&mut s).unwrap();
+        let [_, nonce @ ..] = bytes::<5>(&mut s).unwrap();
+        s.write_all(&nonce).unwrap();
+    });
+    let end = Deadline::after_s(60.0);
+    let s = TorchStore::connect("127.0.0.1", port, "t", end).unwrap().ending(end);
+    server.join().unwrap();
+    let took = last_words(&s);
+    assert!(took < Duration::from_secs(2), "{took:?}");
+}
+
+/// A store whose process is stopped takes connections and answers nothing: it is waited for once.
+#[test]
+fn a_server_that_is_stopped_is_waited_for_once() {
+    let (port, _data) = fake();
+    let s = TorchStore::connect("127.0.0.1", port, "t", Deadline::after_s(10.0)).unwrap();
+    let mute = TcpListener::bind("127.0.0.1:0").unwrap();
+    let to_mute = mute.local_addr().unwrap();
+    let stream = TcpStream::connect(to_mute).unwrap();
+    stream.set_nonblocking(true).unwrap();
+    *s.idle.lock().unwrap() = vec![Stream(stream.into())];
+    let s = TorchStore { port: to_mute.port(), ..s }.ending(Deadline::after_s(0.5));
+    let e = s.set("k", b"v").unwrap_err();
+    assert!(e.is_timeout(), "{e}");
+    let s = s.ending(Deadline::after_s(60.0));
+    let took = last_words(&s);
+    assert!(took < Duration::from_secs(2), "{took:?}");
+}
+
 /// A store whose server has said `bytes` already, and says no more; with the server's end.
 fn said(bytes: &[u8]) -> (TorchStore, OwnedFd) {
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
@@ -132,7 +177,8 @@ fn said(bytes: &[u8]) -> (TorchStore, OwnedFd) {
     shutdown(&theirs, Shutdown::Write).unwrap();
     let idle = Mutex::new(vec![Stream(ours)]);
     let (host, prefix) = ("127.0.0.1".to_owned(), "/p/".to_owned());
-    (TorchStore { host, port: 1, prefix, idle, end: None }, theirs)
+    let lost = AtomicBool::new(false);
+    (TorchStore { host, port: 1, prefix, idle, end: None, lost }, theirs)
 }
 
 #[test]
