@@ -2,8 +2,10 @@
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::sync::Arc;
-use std::sync::atomic::AtomicBool;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
 
+use rustix::process::{Resource, getrlimit};
 use signal_hook::consts::SIGXFSZ;
 use tilewire_core::memory::failure_is_expected;
 use tilewire_core::{Error, Result};
@@ -29,9 +31,15 @@ fn checked(ptr: *mut u8, size: usize) -> *mut u8 {
     ptr
 }
 
-/// Ends the process. Allocates nothing.
+/// Ends the process. Allocates nothing. Where several threads lack memory at once, the first one
+/// speaks.
 #[cold]
 fn out_of_memory(size: usize) -> ! {
+    static SPOKEN: AtomicBool = AtomicBool::new(false);
+    while SPOKEN.swap(true, Ordering::Relaxed) {
+        // The process ends meanwhile.
+        std::thread::sleep(Duration::from_millis(10));
+    }
     let mut digits = [0; 20];
     let (mut at, mut rest) = (digits.len(), size);
     while rest > 0 || at == digits.len() {
@@ -89,6 +97,23 @@ pub fn expect_file_limit() -> Result<()> {
     signal_hook::flag::register(SIGXFSZ, unread)
         .map(drop)
         .map_err(|e| Error::io("handling the signal of the limit of file sizes", e))
+}
+
+/// Makes all threads allocate from one arena where the address space is limited (`ulimit -v`).
+///
+/// glibc reserves 64 MiB of addresses for an arena of each thread. Where it cannot have them, it
+/// tries again at each allocation: every one of a few bytes then costs six system calls and a page
+/// of its own, so that memory runs out early, and a program on a busy machine ends seconds late.
+pub fn expect_address_limit() {
+    #[cfg(all(target_os = "linux", target_env = "gnu"))]
+    if getrlimit(Resource::As).current.is_some() {
+        // SAFETY: it sets a parameter of the allocator, under that one's lock.
+        #[allow(unsafe_code)]
+        let set = unsafe { libc::mallopt(libc::M_ARENA_MAX, 1) };
+        if set != 1 {
+            log::warn!("the allocator does not take a limit of its arenas");
+        }
+    }
 }
 
 /// Runs `f` on a thread whose stack does not depend on the limit of the main thread's

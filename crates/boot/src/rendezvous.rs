@@ -90,11 +90,18 @@ fn meet(
     let stop = Stop { flag: AtomicBool::new(false), bell: Bell::new()? };
     let refused = Refusals::default();
     let (accepted, connected) = std::thread::scope(|s| {
-        let acceptor = s.spawn(|| {
+        let accept = || {
             let given_up = |r| fetch(store, me, mine, r, Deadline::after(Duration::ZERO)).err();
             let watch = Watch { stop: &stop, refused: &refused, given_up: &given_up };
             stop.on_error(accept_lower(listener, me, &watch, deadline))
-        });
+        };
+        let acceptor = match std::thread::Builder::new().spawn_scoped(s, accept) {
+            Ok(thread) => thread,
+            Err(e) => {
+                let e = Error::io("starting the thread that accepts other ranks", e);
+                return (Err(e.op("rendezvous").rank(me.rank)), Ok(Vec::new()));
+            }
+        };
         let connected = stop.on_error(connect_higher(&cards, me, &stop, deadline));
         let accepted = acceptor.join().map_err(|_| Error::internal("the acceptor panicked"));
         (accepted.and_then(|r| r), connected)

@@ -31,6 +31,8 @@ impl log::Log for Logger {
 }
 
 fn main() -> ExitCode {
+    // Before there are threads.
+    limits::expect_address_limit();
     // The limit of the main thread's stack may be too low for what follows.
     let done = limits::expect_file_limit().and_then(|()| limits::with_stack(command));
     done.unwrap_or_else(|e| {

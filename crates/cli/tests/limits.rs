@@ -1,6 +1,7 @@
 //! Jobs under limits of the operating system: each either works or says what to raise.
 
 use std::process::{Command, Output};
+use std::time::{Duration, Instant};
 
 const TILEWIRE: &str = env!("CARGO_BIN_EXE_tilewire");
 
@@ -48,6 +49,51 @@ fn memory_that_lacks_for_a_few_bytes_is_an_error_and_no_abort() {
     let text = said(&out);
     assert_eq!(out.status.code(), Some(2), "{text}");
     assert!(text.contains("error: memory ran out") && text.contains("ulimit -v"), "{text}");
+}
+
+/// An allocation of a few bytes took a page and six system calls in threads that can have no arena
+/// of their own: what needs 20 MB had no memory then, and jobs ended late.
+#[test]
+fn a_few_bytes_take_a_few_bytes_under_every_limit() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("trace.json");
+    let event = r#"{"name":"a","ph":"X","ts":1,"dur":2,"pid":0,"tid":0,"args":{"b":"c"}}"#;
+    std::fs::write(
+        &file,
+        format!(r#"{{"traceEvents":[{}{event}]}}"#, format!("{event},").repeat(6000)),
+    )
+    .unwrap();
+    // Too little for an arena of 64 MiB beside the program and its stacks.
+    let out = under("ulimit -v 81920", &["trace", file.to_str().unwrap()]);
+    let free = under("true", &["trace", file.to_str().unwrap()]);
+    assert_eq!((out.status, &out.stdout), (free.status, &free.stdout), "{}", said(&out));
+    assert!(!said(&out).contains("ran out"), "{}", said(&out));
+}
+
+/// The launcher under a limit: the job ends when a rank fails, with the code of that rank, or the
+/// launcher says what it lacks. It has threads, and none of them is needed to end.
+#[test]
+fn a_launcher_that_lacks_memory_ends_as_its_job_does() {
+    let script = "[ $RANK = 0 ] && exit 3; exec sleep 9";
+    let mut codes = Vec::new();
+    for limit in (24_000..44_000).step_by(500) {
+        let start = Instant::now();
+        let words = ["run", "-n", "2", "--", "sh", "-c", script];
+        let out = under(&format!("ulimit -v {limit}"), &words);
+        let (text, took) = (said(&out), start.elapsed());
+        let good = match out.status.code() {
+            Some(3) => text.contains("rank 0 failed first"),
+            Some(2) => text.contains("error: "),
+            // The dynamic loader comes before us.
+            Some(127) => true,
+            _ => false,
+        };
+        assert!(good, "{limit}: {:?}: {text}", out.status);
+        // A tenth of it on an idle machine.
+        assert!(took < Duration::from_secs(3), "{limit}: {took:?}: {text}");
+        codes.push(out.status.code());
+    }
+    assert!(codes.contains(&Some(2)) && codes.contains(&Some(3)), "{codes:?}");
 }
 
 /// Whichever rank lacks memory first, and for what: the error is that rank's own.

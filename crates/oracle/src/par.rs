@@ -31,7 +31,9 @@ pub fn each<T: Send>(threads: usize, items: impl Iterator<Item = T> + Send, f: i
         }
     };
     thread::scope(|s| {
-        (1..threads).for_each(|_| drop(s.spawn(work)));
+        // Those that cannot be started, for lack of memory, are not needed.
+        let start = || thread::Builder::new().spawn_scoped(s, work).is_ok();
+        (1..threads).all(|_| start());
         work();
     });
 }

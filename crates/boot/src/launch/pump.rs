@@ -198,10 +198,12 @@ impl Pump {
         self.stop.store(true, Ordering::Release);
         self.bell.ring();
         let tails = self.thread.join().unwrap_or_default();
-        // Each may take its time: both at once.
+        let [out, err] = &self.streams;
+        // Each may take its time: both at once, where there is memory for a thread.
         let lost = std::thread::scope(|t| {
-            let closing = self.streams.each_ref().map(|s| t.spawn(|| s.close()));
-            closing.into_iter().map(|c| c.join().unwrap_or(0)).sum()
+            let closing = std::thread::Builder::new().spawn_scoped(t, || out.close());
+            let of_err = err.close();
+            of_err + closing.map_or_else(|_| out.close(), |c| c.join().unwrap_or(0))
         });
         Shown { tails, lost }
     }

@@ -72,16 +72,21 @@ fn verify_one(path: &Path) -> Verified {
     };
     let num = std::thread::available_parallelism().map_or(1, usize::from);
     let damage = std::thread::scope(|s| {
-        let workers: Vec<_> = (0..num)
-            .map(|i| {
-                s.spawn({
-                    let m = &m;
-                    move || damage(path, m, (i, num))
-                })
-            })
-            .collect();
+        let share = |i: usize| {
+            let m = &m;
+            move || damage(path, m, (i, num))
+        };
+        let start = |i: usize| std::thread::Builder::new().spawn_scoped(s, share(i));
+        let workers: Vec<_> = (0..num).map(start).collect();
         let panicked = |_| vec![Error::internal("a thread that reads a checkpoint has panicked")];
-        workers.into_iter().flat_map(|w| w.join().unwrap_or_else(panicked)).collect()
+        let join = |(i, worker): (usize, std::io::Result<std::thread::ScopedJoinHandle<'_, _>>)| {
+            match worker {
+                Ok(w) => w.join().unwrap_or_else(panicked),
+                // Without memory for a thread this one does its share.
+                Err(_) => share(i)(),
+            }
+        };
+        workers.into_iter().enumerate().flat_map(join).collect()
     });
     let bytes = m.files.iter().map(|f| f.bytes).sum();
     Verified { path: path.to_owned(), step: Some(m.step), bytes, damage }

@@ -32,7 +32,9 @@ pub fn share(ctx: &Ctx, want: impl FnOnce() -> Want + Send) -> Result<Want> {
     let (give, take) = mpsc::channel();
     thread::scope(|s| {
         // A receiver that is gone has met a fault of the team, which it reports.
-        s.spawn(move || drop(give.send(want())));
+        thread::Builder::new()
+            .spawn_scoped(s, move || drop(give.send(want())))
+            .map_err(|e| Error::io("starting the thread of the oracle", e))?;
         loop {
             match take.recv_timeout(BEAT) {
                 Ok(want) => {
