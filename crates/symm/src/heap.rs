@@ -297,7 +297,8 @@ impl Heap {
     pub(crate) fn check_range(&self, peer: Rank, offset: usize, len: usize) -> Result<()> {
         let (size, total) = (self.0.team.size(), self.usage().1);
         if peer.idx() >= size {
-            return Err(Error::invalid(format!("{peer} is not in a team of {size} ranks")));
+            let text = format!("there is no {}: it has {size} ranks", self.0.team.named(peer));
+            return Err(Error::invalid(text));
         }
         if offset.checked_add(len).is_none_or(|e| e > total) {
             return Err(Error::invalid("the range reaches beyond the heap")

@@ -84,7 +84,8 @@ impl NcclTeam {
         let words = [version.as_bytes(), id.as_ref().map_or(&[][..], |id| &id.0)].concat();
         let all = team.exchange("nccl id", &words)?;
         if let Some((a, b)) = shared(&gpus(team, ctx)?) {
-            let text = format!("ranks {a} and {b} share a GPU, but NCCL needs one for each rank");
+            let (a, b) = (team.named(a), team.named(b));
+            let text = format!("{a} and {b} share a GPU, but NCCL needs one for each rank");
             return Err(Error::new(ErrorKind::Unsupported, text).op("nccl").hint(
                 "start no more ranks than there are GPUs, or use puts and the `vmm` backend",
             ));

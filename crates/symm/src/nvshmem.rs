@@ -15,7 +15,7 @@ use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use tilewire_core::{Deadline, Error, ErrorKind, Rank, Result};
+use tilewire_core::{Deadline, Error, ErrorKind, Rank, Result, Team};
 use tilewire_device::cuda::{CudaContext, Nvshmem, NvshmemId};
 
 use crate::team::LiveTeam;
@@ -30,8 +30,9 @@ const POLL: Duration = Duration::from_millis(5);
 enum State {
     /// Nothing yet.
     None,
-    /// It met as rank `me.0` of `me.1`, at the place of this identity.
-    Ready { id: [u8; 128], me: (u32, usize), made: usize, free: Vec<(usize, Piece)> },
+    /// It met as rank `me.0` of `me.1`, at the place of this identity; `named` is the same for
+    /// people.
+    Ready { id: [u8; 128], me: (u32, usize), named: String, made: usize, free: Vec<(usize, Piece)> },
     /// One of its collectives was given up, or failed.
     Broken,
 }
@@ -135,7 +136,9 @@ pub(crate) fn check(team: &LiveTeam) -> Result<()> {
     let all = team.exchange("processes", process().as_bytes())?;
     if let Some((a, b)) = shared(&all) {
         let text = format!(
-            "ranks {a} and {b} are in one process, but NVSHMEM needs a process for each GPU"
+            "{} and {} are in one process, but NVSHMEM needs a process for each GPU",
+            team.named(a),
+            team.named(b)
         );
         return Err(Error::new(ErrorKind::Unsupported, text)
             .op("nvshmem")
@@ -155,7 +158,7 @@ pub(crate) fn block(team: &LiveTeam, ctx: &CudaContext, len: usize) -> Result<Bl
     // Made before any step can fail: a block that is dropped can be used again, a block without
     // owner cannot.
     let mut block = Block { ctx: ctx.clone(), number, piece, bases: Vec::new(), even: false };
-    let bases = Rank::all(team.size()).map(|r| base(ctx, piece.addr, r));
+    let bases = Rank::all(team.size()).map(|r| base(ctx, team, piece.addr, r));
     let bases = bases.collect::<Result<Vec<_>>>();
     block.bases = team.settle("nvshmem peers", bases)?;
     // All ranks agree on it: a rank that went on alone would wait for its peers.
@@ -163,14 +166,19 @@ pub(crate) fn block(team: &LiveTeam, ctx: &CudaContext, len: usize) -> Result<Bl
     Ok(block)
 }
 
-fn base(ctx: &CudaContext, addr: u64, rank: Rank) -> Result<u64> {
+fn base(ctx: &CudaContext, team: &Team, addr: u64, rank: Rank) -> Result<u64> {
     // SAFETY: `malloc` returned the address on the ranks of this team.
-    unsafe { Nvshmem::peer(ctx, addr, rank.get())? }.ok_or_else(|| {
-        Error::new(ErrorKind::Unsupported, format!("NVSHMEM cannot map the memory of {rank}"))
-            .op("nvshmem")
-            .peer(rank)
-            .hint("`tilewire topo` shows which GPUs reach each other")
-    })
+    unsafe { Nvshmem::peer(ctx, addr, rank.get())? }.ok_or_else(|| unmapped(team, rank))
+}
+
+/// The peers of the rank that has it get its text alone: so the text names the rank of the world.
+fn unmapped(team: &Team, rank: Rank) -> Error {
+    let text = format!("NVSHMEM cannot map the memory of {}", team.named(rank));
+    Error::new(ErrorKind::Unsupported, text)
+        .op("nvshmem")
+        .of_team(team)
+        .peer(rank)
+        .hint("`tilewire topo` shows which GPUs reach each other")
 }
 
 /// Collective: NVSHMEM of exactly this team's members, made by the first that asks.
@@ -179,7 +187,7 @@ fn meet(team: &LiveTeam, ctx: &CudaContext) -> Result<()> {
     let mine: Result<Option<[u8; 128]>> = match &*state() {
         State::None => Ok(None),
         State::Ready { id, me: then, .. } if *then == me => Ok(Some(*id)),
-        State::Ready { me: (rank, size), .. } => Err(others(format!("rank {rank} of {size}"))),
+        State::Ready { named, .. } => Err(others(named)),
         State::Broken => Err(broken()),
     };
     let mine = team.settle("nvshmem state", mine)?;
@@ -194,13 +202,20 @@ fn meet(team: &LiveTeam, ctx: &CudaContext) -> Result<()> {
     let id = team.settle("nvshmem place", first.then(Nvshmem::unique_id).transpose())?;
     let all = team.exchange("nvshmem place", id.as_ref().map_or(&[][..], |id| &id.0))?;
     let place: [u8; 128] = all[0].as_slice().try_into().map_err(|_| {
-        Error::new(ErrorKind::Protocol, "rank 0 has sent no rendezvous identity of NVSHMEM")
-            .op("nvshmem")
+        let first = Rank::new(0);
+        let text = format!("{} has sent no rendezvous identity of NVSHMEM", team.named(first));
+        Error::new(ErrorKind::Protocol, text).op("nvshmem").of_team(team).peer(first)
     })?;
     let theirs = ctx.clone();
     guarded(team, "init", move || Nvshmem::init(&theirs, &NvshmemId(place), me))?;
-    *state() = State::Ready { id: place, me, made: 0, free: Vec::new() };
+    let named = member(team);
+    *state() = State::Ready { id: place, me, named, made: 0, free: Vec::new() };
     Ok(())
+}
+
+/// Which rank this process is in NVSHMEM: "rank 5 (rank 1 of team cp2.0), of 2 ranks".
+fn member(team: &Team) -> String {
+    format!("{}, of {} ranks", team.named(team.rank()), team.size())
 }
 
 fn others(seen: impl std::fmt::Display) -> Error {
@@ -310,12 +325,28 @@ mod tests {
     }
 
     #[test]
+    fn texts_name_ranks_of_the_world() {
+        let members = [Rank::new(4), Rank::new(5)];
+        let team = Team::new("cp2.0", &members, Rank::new(4), 8).unwrap().unwrap();
+        let e = unmapped(&team, Rank::new(1));
+        let text = "NVSHMEM cannot map the memory of rank 5 (rank 1 of team cp2.0)";
+        assert_eq!(e.message(), text);
+        assert_eq!(e.get_world_peer(), Some(Rank::new(5)));
+        let e = others(member(&team));
+        assert_eq!(e.get_seen(), Some("rank 4 (rank 0 of team cp2.0), of 2 ranks"));
+    }
+
+    #[test]
     fn threads_of_one_process_are_refused() {
-        World::run_threads(2, WorldCfg::for_tests(), |world| {
-            let team = world.everyone("nvshmem")?;
+        World::run_threads(3, WorldCfg::for_tests(), |world| {
+            let Some(team) = world.team(&[Rank::new(2), Rank::new(0)], "nvshmem")? else {
+                return Ok(());
+            };
             let e = team.heap(BackendKind::Nvshmem, HeapCfg::new(4096)).err().unwrap();
             assert!(e.is_unsupported() && e.get_hint().is_some(), "{e}");
-            assert!(e.to_string().contains("in one process"), "{e}");
+            let text = "rank 2 (rank 0 of team nvshmem) and rank 0 (rank 1 of team nvshmem) are in \
+                        one process";
+            assert!(e.to_string().contains(text), "{e}");
             // The team is not faulted.
             team.heap(BackendKind::Host, HeapCfg::new(4096)).map(drop)
         })

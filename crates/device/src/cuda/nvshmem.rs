@@ -241,8 +241,8 @@ impl Nvshmem {
         }
         Err(Error::new(ErrorKind::Mismatch, "NVSHMEM was initialised for other ranks")
             .op("nvshmem")
-            .expected(format_args!("rank {rank} of {size}"))
-            .seen(format_args!("rank {me} of {all}")))
+            .expected(format_args!("PE {rank} of {size}"))
+            .seen(format_args!("PE {me} of {all}")))
     }
 
     /// Collective over all ranks, without a deadline: `len_bytes` (the same on all) on each device.

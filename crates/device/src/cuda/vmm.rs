@@ -465,7 +465,8 @@ impl VmmRange {
                 .seen(format_args!("{offset}+{len}")));
         }
         if !self.has(rank.idx()) {
-            let text = format!("this GPU does not reach the memory of {rank}");
+            // Whose team it is names the rank: here only its place in the range is known.
+            let text = "this GPU does not reach the peer's memory";
             return Err(Error::new(ErrorKind::Unsupported, text).peer(rank).hint(
                 "operations through NCCL need no such access (`sequential_nccl`, `CollectiveBackend::Nccl`); \
                  `tilewire topo` shows which GPUs reach each other",

@@ -4,12 +4,14 @@
 use std::sync::PoisonError;
 use std::time::Duration;
 
-use tilewire_core::{BackendKind, DType, ErrorKind, Rank, Result, Rng, Shape};
+use tilewire_core::{BackendKind, DType, Error, ErrorKind, Rank, Result, Rng, Shape};
 use tilewire_device::cuda::{CudaContext, CudaMemory, ShareBy, VmmChunk, VmmRange, granularity};
 use tilewire_device::{Buffer, Device, Stream, Tensor};
 use tilewire_ops::ep::{EpDesc, EpDispatch, EpPlan};
 use tilewire_ops::grouped_gemm::{GroupedDesc, GroupedFprop, GroupedGemmPlan, Splits};
-use tilewire_symm::{DeviceTransport, Heap, HeapCfg, Permit, Transport, World, WorldCfg};
+use tilewire_symm::{
+    DeviceTransport, Heap, HeapCfg, LinkProbe, Permit, Transport, World, WorldCfg,
+};
 
 use crate::team_ops::{asked, by_puts, heap, ranks, ranks_with_nccl};
 use crate::{DEVICES, all_poison, begins, computes_again, told};
@@ -104,6 +106,45 @@ fn memory_of_others_becomes_symmetric() {
         let more = heap.alloc(1 << 20, "more")?;
         assert!(more.offset() >= end || more.offset() + (1 << 20) <= offset);
         team.agree(true).map(drop)
+    })
+    .unwrap();
+}
+
+/// A team whose ranks are not those of the world: errors about a peer name the world's.
+#[test]
+fn errors_about_a_peer_name_its_rank_in_the_world() {
+    if ranks().is_none() {
+        return;
+    }
+    let _turn = DEVICES.lock().unwrap_or_else(PoisonError::into_inner);
+    World::run_threads(2, cfg(), |world| {
+        let heap = |near: bool, name: &str| {
+            let team = world.team(&[Rank::new(1), Rank::new(0)], name)?.unwrap();
+            team.heap(BackendKind::Vmm, HeapCfg { peer_access: near, ..HeapCfg::new(4 << 20) })
+        };
+        let of_peer = |e: Error, kind: ErrorKind, name: &str| {
+            let me = world.rank().get();
+            let text = format!("(team {name}, peer {} ({me} in the team)", 1 - me);
+            let said = e.to_string().replace(&format!("rank {me} ({} in the team), ", 1 - me), "");
+            assert!(e.kind() == kind && said.contains(&text), "{e}");
+            assert!(!e.message().contains(&format!("r{me}")), "{e}");
+        };
+        let far = heap(false, "far")?;
+        let net = DeviceTransport::new(&far)?;
+        let stream = Stream::on(net.here().context())?;
+        let (s, me) = (stream.cuda()?, far.team().rank());
+        let peer = Rank::new(1 - me.get());
+        let mut out = CudaMemory::zeroed(net.here().context(), 8)?;
+        // SAFETY: it is refused.
+        let e = unsafe { net.get(s, (peer, 0), &mut out, "far") }.unwrap_err();
+        of_peer(e, ErrorKind::Unsupported, "far");
+        let near = heap(true, "near")?;
+        if me.get() == 0 {
+            // The peer answers no flag.
+            let e = LinkProbe::new(&near, 4096)?.ping(s, peer, 0, 1).unwrap_err();
+            of_peer(e, ErrorKind::Timeout, "near");
+        }
+        near.team().agree(true).map(drop)
     })
     .unwrap();
 }

@@ -75,7 +75,7 @@ impl DeviceHeap {
 
     pub(super) fn peer_addr(&self, peer: Rank, offset: usize, len: usize) -> Result<u64> {
         self.heap.check_range(peer, offset, len)?;
-        self.store.heap.addr(peer, offset, len)
+        self.store.address(peer, offset, len)
     }
 
     /// Returns the words by which kernels of this rank learn of faults and signal: `TwTeam` of

@@ -274,12 +274,11 @@ impl LinkProbe {
             Some(tilewire_core::Deadline::after_s(10.0)),
         )?;
         match bytemuck::pod_read_unaligned::<u64>(&out.download()?) {
-            0 => Err(Error::new(
-                tilewire_core::ErrorKind::Timeout,
-                "the peer has not answered a flag in time",
-            )
-            .peer(peer)
-            .rank(self.me())),
+            0 => {
+                let text = "the peer has not answered a flag in time";
+                let e = Error::new(ErrorKind::Timeout, text).rank(self.me()).peer(peer);
+                Err(e.of_team(self.net.heap().team()))
+            }
             ns => Ok(ns as f64 / (2 * n) as f64),
         }
     }

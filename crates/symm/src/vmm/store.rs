@@ -67,9 +67,9 @@ impl HeapMemory {
 }
 
 impl VmmStore {
-    /// Returns the address as [`HeapMemory::addr`].
+    /// Returns the address as [`HeapMemory::addr`], whose errors know no team.
     pub(crate) fn address(&self, rank: Rank, offset: usize, len: usize) -> Result<u64> {
-        self.heap.addr(rank, offset, len)
+        self.heap.addr(rank, offset, len).map_err(|e| e.of_team(&self.team))
     }
 
     /// Returns the stride as [`HeapMemory::stride`].
@@ -464,7 +464,8 @@ pub(super) fn share_by(team: &LiveTeam, mine: Result<()>) -> Result<ShareBy> {
     if team.rank().get() == 0 {
         let why = String::from_utf8_lossy(&all[first]);
         let name = team.name();
-        log::info!("team {name}: memory travels as file descriptors: rank {first}: {why}");
+        let first = team.named(Rank::new(first as u32));
+        log::info!("team {name}: memory travels as file descriptors: {first}: {why}");
     }
     Ok(ShareBy::Fd)
 }
@@ -485,20 +486,23 @@ pub(crate) fn gpus(team: &LiveTeam, ctx: &CudaContext) -> Result<Vec<Vec<u8>>> {
 fn warn_of_shared(team: &LiveTeam, gpus: &[Vec<u8>]) {
     if let Some((a, b)) = shared(gpus).filter(|_| team.rank().get() == 0) {
         log::warn!(
-            "team {}: ranks {a} and {b} share the GPU at {}: it works, but slowly, and memory is freed \
+            "team {}: {} and {} share the GPU at {}: it works, but slowly, and memory is freed \
              only when there is none left; start no more ranks than there are GPUs. Threads of one process \
              share its queues to the GPU as well, and wait for each other there: run a process for each \
              rank, or set CUDA_DEVICE_MAX_CONNECTIONS=32",
             team.name(),
-            String::from_utf8_lossy(&gpus[a])
+            team.named(a),
+            team.named(b),
+            String::from_utf8_lossy(&gpus[a.idx()])
         );
     }
 }
 
 /// Returns the first two ranks on one GPU.
-pub(crate) fn shared(gpus: &[Vec<u8>]) -> Option<(usize, usize)> {
+pub(crate) fn shared(gpus: &[Vec<u8>]) -> Option<(Rank, Rank)> {
     let before = |b: usize| gpus[..b].iter().position(|a| *a == gpus[b]);
-    (1..gpus.len()).find_map(|b| Some((before(b)?, b)))
+    let rank = |i: usize| Rank::new(i as u32);
+    (1..gpus.len()).find_map(|b| Some((rank(before(b)?), rank(b))))
 }
 
 impl Parts {

@@ -47,7 +47,7 @@ fn a_host_heap_gives_no_device_access() {
 fn ranks_on_one_gpu_are_found() {
     let gpus = |names: &[&str]| names.iter().map(|n| n.as_bytes().to_vec()).collect::<Vec<_>>();
     assert_eq!(shared(&gpus(&["0:1", "0:2", "0:3"])), None);
-    assert_eq!(shared(&gpus(&["0:1", "0:2", "0:2", "0:1"])), Some((1, 2)));
+    assert_eq!(shared(&gpus(&["0:1", "0:2", "0:2", "0:1"])), Some((Rank::new(1), Rank::new(2))));
     assert_eq!(shared(&[]), None);
 }
 

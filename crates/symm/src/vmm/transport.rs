@@ -88,7 +88,8 @@ impl DeviceTransport {
     /// Returns the address of my counter on `dst`'s page.
     fn flag_addr(&self, dst: Rank, slot: SignalSlot) -> Result<u64> {
         let column = (slot.index() * self.team().size() + self.team().rank().idx()) * 16;
-        self.here.store.control.addr(dst, OFF_SIGNALS + column, 8)
+        let at = self.here.store.control.addr(dst, OFF_SIGNALS + column, 8);
+        at.map_err(|e| e.of_team(self.team()))
     }
 
     fn copy(&self, stream: &CudaStream, dst: u64, src: u64, buffer: &CudaMemory) -> Result<()> {
