@@ -121,7 +121,7 @@ fn silence_and_strangers_are_told_with_the_address() {
     assert!(e.to_string().contains("not a torch store"), "{e}");
 }
 
-/// What a rank says to a store at the end of a meeting: its card, and that the meeting is over.
+/// Says to a store what a rank says at the end of a meeting: its card, and that this is over.
 fn last_words(s: &TorchStore) -> Duration {
     let start = std::time::Instant::now();
     s.set("card", b"given up").unwrap_err();
