@@ -4,6 +4,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use pyo3::prelude::*;
+use tilewire::core::memory::error_of_panic;
 use tilewire::device::Device;
 use tilewire::device::cuda::{CudaContext, CudaStream};
 use tilewire::prelude::*;
@@ -37,11 +38,12 @@ fn current(py: Python<'_>, op: &'static str, ctx: &CudaContext) -> PyResult<(Str
 }
 
 /// Returns the stream of calls without a world on the CPU: one stream, whose calls wait before they
-/// return.
+/// return. One that keeps the error of a call, as where memory lacked, serves no other: the next call
+/// gets a new one.
 fn host_stream() -> Result<Stream> {
     static LOCAL: Mutex<Option<Stream>> = Mutex::new(None);
     let mut local = LOCAL.lock().unwrap_or_else(PoisonError::into_inner);
-    if local.is_none() {
+    if local.as_ref().is_none_or(|s| s.check().is_err()) {
         *local = Some(Stream::new("python local")?);
     }
     local.clone().ok_or_else(|| Error::internal("a stream was just made"))
@@ -101,11 +103,7 @@ impl Place {
         let (op, stream) = (self.op, &self.stream);
         let guarded = || {
             let run = AssertUnwindSafe(|| f(stream));
-            let done = catch_unwind(run).unwrap_or_else(|_| {
-                Err(Error::internal(
-                    "the call has panicked; the text is on the standard error output",
-                ))
-            });
+            let done = catch_unwind(run).unwrap_or_else(|p| Err(error_of_panic("the call", p)));
             done.map_err(|e| e.op(op))
         };
         py.detach(guarded).or_raise(py)

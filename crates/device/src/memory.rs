@@ -3,8 +3,8 @@
 use std::any::Any;
 use std::sync::{Arc, RwLock, RwLockReadGuard, RwLockWriteGuard, TryLockError};
 
-use tilewire_core::memory::expect_failure;
-use tilewire_core::{DType, Error, ErrorKind, Result};
+use tilewire_core::memory::filled;
+use tilewire_core::{DType, Error, Result};
 
 use crate::loan::{Access, Loan};
 
@@ -77,14 +77,7 @@ impl Memory {
 
     /// As `zeroed` and `poisoned`; an error where they would end the process.
     pub(crate) fn try_filled(len_bytes: usize, byte: u8) -> Result<Self> {
-        let (num, mut lines) = (len_bytes.div_ceil(64), Vec::new());
-        expect_failure(|| lines.try_reserve_exact(num)).map_err(|e| {
-            let text = format!("the host cannot allocate {len_bytes} bytes");
-            Error::new(ErrorKind::Exhausted, text).cause(e).hint(
-                "use fewer ranks, smaller sizes, or raise the address space limit (ulimit -v)",
-            )
-        })?;
-        lines.resize(num, Line([byte; 64]));
+        let lines = filled(Line([byte; 64]), len_bytes.div_ceil(64))?;
         Ok(Self::of(lines, len_bytes))
     }
 
@@ -101,11 +94,20 @@ impl Memory {
 
     /// A copy of `bytes`.
     pub fn from_bytes(bytes: &[u8]) -> Self {
-        let m = Self::zeroed(bytes.len());
-        if let Ok(mut w) = m.write("new buffer") {
+        Self::zeroed(bytes.len()).holding(bytes)
+    }
+
+    /// As `from_bytes`; an error where it would end the process.
+    pub(crate) fn try_from_bytes(bytes: &[u8]) -> Result<Self> {
+        Ok(Self::try_filled(bytes.len(), 0)?.holding(bytes))
+    }
+
+    /// Puts as many bytes into memory that is just made.
+    fn holding(self, bytes: &[u8]) -> Self {
+        if let Ok(mut w) = self.write("new buffer") {
             w.bytes_mut().copy_from_slice(bytes);
         }
-        m
+        self
     }
 
     /// Length in bytes.

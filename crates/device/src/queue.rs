@@ -102,9 +102,9 @@ pub trait Buffer: Clone + Send + Sync {
     /// Copies the bytes out, at once. No work in flight may write the buffer.
     ///
     /// # Errors
-    /// What the device reports.
+    /// `Exhausted` if the host's memory lacks; what the device reports.
     fn download(&self) -> Result<Vec<u8>> {
-        let mut out = vec![0; self.len_bytes()];
+        let mut out = tilewire_core::memory::filled(0, self.len_bytes())?;
         self.download_into(&mut out)?;
         Ok(out)
     }

@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use tilewire_core::memory::filled;
 use tilewire_core::{
     DType, Element, Error, ErrorKind, Result, Shape, View, convert_from_f32, convert_to_f32,
 };
@@ -110,7 +111,8 @@ impl Tensor {
     /// A copy of `data`.
     ///
     /// # Errors
-    /// `InvalidArgument` if `data` does not have as many elements as `shape`.
+    /// `InvalidArgument` if `data` does not have as many elements as `shape`; `Exhausted` if
+    /// memory lacks.
     pub fn from_slice<T: Element>(data: &[T], shape: Shape) -> Result<Self> {
         Self::from_view(&View::from_slice(data, shape)?)
     }
@@ -118,11 +120,11 @@ impl Tensor {
     /// A copy of a caller's tensor.
     ///
     /// # Errors
-    /// `InvalidArgument` if it is not contiguous.
+    /// `InvalidArgument` if it is not contiguous; `Exhausted` if memory lacks.
     pub fn from_view(view: &View<'_>) -> Result<Self> {
         let bytes = view.contiguous_bytes("tensor")?;
         Ok(Self {
-            mem: Storage::host(Memory::from_bytes(bytes)),
+            mem: Storage::host(Memory::try_from_bytes(bytes)?),
             offset_bytes: 0,
             dtype: view.dtype(),
             shape: view.shape(),
@@ -132,7 +134,8 @@ impl Tensor {
     /// `values` rounded to `dtype`.
     ///
     /// # Errors
-    /// `InvalidArgument` if there are not as many values as `shape` has elements.
+    /// `InvalidArgument` if there are not as many values as `shape` has elements; `Exhausted` if
+    /// memory lacks.
     pub fn from_f32(values: &[f32], dtype: DType, shape: Shape) -> Result<Self> {
         if values.len() != shape.num_elems() {
             return Err(Error::invalid(format!(
@@ -140,7 +143,7 @@ impl Tensor {
                 values.len()
             )));
         }
-        let t = Self::zeros(dtype, shape);
+        let t = Self::zeros_on(&Device::Host, dtype, shape)?;
         t.write(|b| convert_from_f32(dtype, values, b))?;
         Ok(t)
     }
@@ -202,7 +205,7 @@ impl Tensor {
     pub fn to(&self, device: &Device) -> Result<Self> {
         let bytes = self.download()?;
         let mem = match device {
-            Device::Host => Storage::host(Memory::from_bytes(&bytes)),
+            Device::Host => Storage::host(Memory::try_from_bytes(&bytes)?),
             Device::Cuda(ctx) => Arc::new(Storage::Cuda(CudaMemory::from_bytes(ctx, &bytes)?)),
         };
         Ok(Self { mem, offset_bytes: 0, ..self.clone() })
@@ -307,15 +310,16 @@ impl Tensor {
     /// Copies the elements out.
     ///
     /// # Errors
-    /// `InvalidArgument` if `T` is not the dtype; or if work in flight is writing the memory.
+    /// `InvalidArgument` if `T` is not the dtype, or if work in flight is writing the memory;
+    /// `Exhausted` if memory lacks.
     pub fn to_vec<T: Element>(&self) -> Result<Vec<T>> {
         if T::DTYPE != self.dtype {
             return Err(Error::invalid("the tensor has the wrong dtype")
                 .expected(T::DTYPE)
                 .seen(self.dtype));
         }
+        let mut v = filled(T::zeroed(), self.shape.num_elems())?;
         self.read(|b| {
-            let mut v = vec![T::zeroed(); self.shape.num_elems()];
             bytemuck::cast_slice_mut(&mut v).copy_from_slice(b);
             v
         })
@@ -324,9 +328,9 @@ impl Tensor {
     /// Copies the elements out, widened to f32.
     ///
     /// # Errors
-    /// If work in flight is writing the memory.
+    /// If work in flight is writing the memory; `Exhausted` if memory lacks.
     pub fn to_f32(&self) -> Result<Vec<f32>> {
-        let mut v = vec![0.0; self.shape.num_elems()];
+        let mut v = filled(0.0, self.shape.num_elems())?;
         self.read(|b| convert_to_f32(self.dtype, b, &mut v))?;
         Ok(v)
     }

@@ -45,10 +45,12 @@ mod site;
 mod spec;
 pub mod world;
 
+use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
 use pyo3::prelude::*;
+use tilewire::core::memory::error_of_panic;
 use tilewire::device::Device;
 use tilewire::device::cuda::CudaStream;
 use tilewire::ops::ep::EpHandle;
@@ -107,12 +109,12 @@ unsafe fn called(
         // SAFETY: as above.
         Err(e) => return unsafe { ffi::refuse(raw, &e) },
     };
-    let done = catch_unwind(AssertUnwindSafe(|| f(&mut frame))).unwrap_or_else(|_| panicked());
+    let done = catch_unwind(AssertUnwindSafe(|| f(&mut frame))).unwrap_or_else(|p| panicked(p));
     done.map_or_else(|e| frame.error(&e), |()| std::ptr::null_mut())
 }
 
-fn panicked<T>() -> Result<T> {
-    Err(Error::internal("the call has panicked; the text is on the standard error output"))
+fn panicked<T>(panic: Box<dyn Any + Send>) -> Result<T> {
+    Err(error_of_panic("the call", panic))
 }
 
 fn instantiated(frame: &Frame<'_>, id: &TypeId) -> Result<()> {
@@ -158,7 +160,7 @@ fn on_host(frame: &mut Frame<'_>) -> Result<()> {
         };
         waiter.run(Box::new(move || {
             let wait = AssertUnwindSafe(|| rest.map_or(Ok(()), |rest| rest()));
-            let done = catch_unwind(wait).unwrap_or_else(|_| panicked());
+            let done = catch_unwind(wait).unwrap_or_else(|p| panicked(p));
             let done = done.map_err(|e| waits.failed(ordinal, e));
             // XLA may drop the state, and a program may end the world, once the future is set.
             drop((waits, flight));

@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 
 use pyo3::prelude::*;
 use tilewire::boot::{LinkMesh, Mesh, Secret, ThreadMesh};
+use tilewire::core::memory::error_of_panic;
 use tilewire::device::Device;
 use tilewire::ops::ep::EpPlan;
 use tilewire::prelude::*;
@@ -167,12 +168,8 @@ impl JaxWorld {
         let made = std::thread::scope(|s| {
             let one = &one;
             let threads: Vec<_> = (0..self.locals.len()).map(|i| s.spawn(move || one(i))).collect();
-            let panicked = || {
-                Err(Error::internal(
-                    "the call has panicked; the text is on the standard error output",
-                ))
-            };
-            threads.into_iter().map(|t| t.join().unwrap_or_else(|_| panicked())).collect::<Vec<_>>()
+            let panicked = |p| Err(error_of_panic("the call", p));
+            threads.into_iter().map(|t| t.join().unwrap_or_else(panicked)).collect::<Vec<_>>()
         });
         // The cause, rather than what it brings on other ranks.
         let cause = made.iter().filter_map(|r| r.as_ref().err()).min_by_key(|e| nearness(e));
@@ -359,10 +356,8 @@ fn meet(
     std::thread::scope(|s| {
         let join = &join;
         let ranks: Vec<_> = (0..mine.len()).map(|i| s.spawn(move || join(i))).collect();
-        let panicked = || {
-            Err(Error::internal("the call has panicked; the text is on the standard error output"))
-        };
-        ranks.into_iter().map(|t| t.join().unwrap_or_else(|_| panicked())).collect()
+        let panicked = |p| Err(error_of_panic("the call", p));
+        ranks.into_iter().map(|t| t.join().unwrap_or_else(panicked)).collect()
     })
 }
 

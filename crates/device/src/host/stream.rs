@@ -7,6 +7,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Instant;
 
+use tilewire_core::memory::error_of_panic;
 use tilewire_core::{Error, ErrorKind, Process, Result, inject};
 
 use super::event::HostEvent;
@@ -55,14 +56,8 @@ impl Node {
             return Ok(());
         }
         // A panic must not end the worker: later nodes and waiters would hang.
-        let result = catch_unwind(AssertUnwindSafe(|| (self.run)())).unwrap_or_else(|p| {
-            let text = p
-                .downcast_ref::<&str>()
-                .map(|s| (*s).to_owned())
-                .or_else(|| p.downcast_ref::<String>().cloned())
-                .unwrap_or_else(|| "panic without text".to_owned());
-            Err(Error::internal(format!("`{}` panicked: {text}", self.name)))
-        });
+        let result = catch_unwind(AssertUnwindSafe(|| (self.run)()))
+            .unwrap_or_else(|p| Err(error_of_panic(&format!("`{}`", self.name), p)));
         let result = result.map_err(|e| e.op(self.name.clone()));
         match (&self.fault, result) {
             (_, Ok(())) => Ok(()),

@@ -3,6 +3,7 @@
 use std::borrow::Cow;
 use std::ops::Range;
 
+use tilewire_core::memory::filled_or_unwind;
 use tilewire_core::{DType, Error, ErrorKind, Result, Shape, convert_from_f32, convert_to_f32};
 use tilewire_device::Tensor;
 
@@ -69,7 +70,7 @@ pub(crate) fn wide(dtype: DType, bytes: &[u8]) -> Cow<'_, [f32]> {
     {
         return Cow::Borrowed(s);
     }
-    let mut v = vec![0.0; bytes.len() / dtype.size()];
+    let mut v = filled_or_unwind(0.0, bytes.len() / dtype.size());
     convert_to_f32(dtype, bytes, &mut v);
     Cow::Owned(v)
 }

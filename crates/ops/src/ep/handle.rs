@@ -69,10 +69,7 @@ pub struct EpTotals {
 impl EpHandle {
     pub(super) fn new(desc: &EpDesc, me: usize, on: &Device) -> Result<Self> {
         let local = desc.experts_per_rank[me];
-        let zeros = |dtype, n| match on {
-            Device::Host => Ok(Tensor::zeros(dtype, Shape::d1(n))),
-            device => Tensor::zeros(dtype, Shape::d1(n)).to(device),
-        };
+        let zeros = |dtype, n| Tensor::zeros_on(on, dtype, Shape::d1(n));
         let device = match on {
             Device::Host => None,
             Device::Cuda(ctx) => Some(DeviceHandle::new(ctx, desc, me)?),

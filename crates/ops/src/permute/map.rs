@@ -46,16 +46,16 @@ impl PermuteMap {
         }
         let device = on.map_or(Device::Host, |ctx| Device::Cuda(ctx.clone()));
         let put = |t: Tensor| if on.is_some() { t.to(&device) } else { Ok(t) };
-        let one = |d| put(Tensor::zeros(d, Shape::d1(1)));
-        let slots = Tensor::poisoned(DType::I32, Shape::d2(tokens, desc.top_k));
+        let poison = |shape| Tensor::poisoned_on(&device, DType::I32, shape);
+        let zeros = |n| Tensor::zeros_on(&device, DType::I64, Shape::d1(n));
         Ok(Self(Arc::new(Inner {
             desc: *desc,
             tokens,
-            slots: put(slots)?,
-            sources: put(Tensor::poisoned(DType::I32, Shape::d1(desc.capacity)))?,
-            m_splits: put(Tensor::zeros(DType::I64, Shape::d1(desc.num_experts)))?,
-            total: one(DType::I64)?,
-            dropped: one(DType::I64)?,
+            slots: poison(Shape::d2(tokens, desc.top_k))?,
+            sources: poison(Shape::d1(desc.capacity))?,
+            m_splits: zeros(desc.num_experts)?,
+            total: zeros(1)?,
+            dropped: zeros(1)?,
             status: put(Tensor::from_slice(&[NOT_ROUTED], Shape::d1(1))?)?,
             scratch: on.map(|ctx| Scratch::new(ctx, desc, tokens)).transpose()?,
         })))

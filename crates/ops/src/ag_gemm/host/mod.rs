@@ -3,6 +3,7 @@
 use std::ops::Range;
 use std::sync::Arc;
 
+use tilewire_core::memory::filled;
 use tilewire_core::{Rank, Result};
 use tilewire_symm::{Enter, Signals, SymBuf};
 
@@ -159,7 +160,7 @@ impl Run {
         let (bias, aux) = (&x.bias, &x.aux);
         let (d, act) = (&self.desc, self.desc.epilogue.activation);
         let (m, n) = (rows.len(), cols.len());
-        let mut acc = vec![0.0; m * n];
+        let mut acc = filled(0.0, m * n)?;
         let w = match d.w_order {
             BOrder::Nk => Mat::rows(w, d.k).t(),
             BOrder::Kn => Mat::rows(w, d.n),
@@ -188,7 +189,7 @@ impl Run {
         } else {
             (cols.start, n, d.n)
         };
-        let mut out_row = vec![0.0; width];
+        let mut out_row = filled(0.0, width)?;
         self.t.out.write(|out| {
             for (i, row) in acc.chunks_exact(n.max(1)).enumerate() {
                 let saved = match aux.is_empty() {

@@ -6,6 +6,7 @@
 
 use std::sync::Arc;
 
+use tilewire_core::memory::filled;
 use tilewire_core::{Rank, Result};
 use tilewire_device::Tensor;
 use tilewire_symm::{Signals, SymBuf};
@@ -117,7 +118,7 @@ impl Run {
         }
         ctx.compute("reduce")?;
         let own = &self.first.own.0;
-        let mut sum = vec![0.0f32; own.len() * self.desc.cols];
+        let mut sum = filled(0.0f32, own.len() * self.desc.cols)?;
         let mut add = |bytes: &[u8], first: bool| {
             for (s, &v) in sum.iter_mut().zip(wide(dtype, bytes).iter()) {
                 *s = if first { v } else { *s + v };

@@ -1,5 +1,6 @@
 //! The output of a dispatch-type phase on the host: received rows, laid out.
 
+use tilewire_core::memory::reserve;
 use tilewire_core::{DType, Error, Result, convert_from_f32};
 use tilewire_device::{Memory, MemoryWrite, Tensor};
 
@@ -61,13 +62,16 @@ impl Came {
 
     /// A record of launch `stamp`, unless its metadata are of an earlier one; `read` copies its
     /// row.
+    ///
+    /// # Errors
+    /// `Exhausted` if memory lacks.
     pub fn record(
         &mut self,
         d: &EpDesc,
         (src, token): (usize, usize),
         (meta, stamp): (&[u8], u32),
         read: impl FnOnce(&mut [u8]),
-    ) {
+    ) -> Result<()> {
         let (copies, scales) = meta.split_at(size_of::<Copy16>() * d.top_k);
         let copies: Vec<_> = copies
             .chunks_exact(size_of::<Copy16>())
@@ -80,16 +84,19 @@ impl Came {
             .map(|c| (c.choice as usize, c.row as usize, c.weight))
             .collect();
         if copies.is_empty() {
-            return;
+            return Ok(());
         }
+        reserve(&mut self.scales, 4 * d.num_scales)?;
         self.scales.extend_from_slice(&scales[..4 * d.num_scales]);
         if !self.straight {
             let (at, len) = (self.rows.len(), d.hidden * self.dtype.size());
+            reserve(&mut self.rows, len)?;
             self.rows.resize(at + len, 0);
             read(&mut self.rows[at..]);
         }
         self.records[src].push(Arrival { token, copies, nth: self.num });
         self.num += 1;
+        Ok(())
     }
 
     /// Writes the outputs; with `straight` their rows are in place already. Returns the records

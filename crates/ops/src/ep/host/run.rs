@@ -340,7 +340,7 @@ impl Run {
                     let at = self.tokens.range(row, row_out.len());
                     // SAFETY: as above.
                     unsafe { b.ctx.read_local(at, row_out) };
-                });
+                })?;
             }
         }
         Ok(came)
@@ -382,7 +382,7 @@ impl Run {
             b.arrive(Area::Returns, cut, c, dst, "returns")?;
         }
         b.accepted()?;
-        let mut sums = Sums::new(d, back);
+        let mut sums = Sums::new(d, back)?;
         for c in 0..cut.chunks {
             for src in b.at.ranks(b.me) {
                 b.arrived(Area::Returns, cut, c, src, "returns")?;

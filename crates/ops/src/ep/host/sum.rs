@@ -3,6 +3,7 @@
 
 use std::ops::Range;
 
+use tilewire_core::memory::filled;
 use tilewire_core::{Result, convert_from_f32};
 use tilewire_device::Tensor;
 
@@ -45,8 +46,8 @@ impl<'a> Reduce<'a> {
             weights: b.weights.as_ref().map(Tensor::to_f32).transpose()?,
             dw: b.dw.as_ref().map(Tensor::to_f32).transpose()?,
             expert_major: b.expert_major,
-            sum: vec![0.0; desc.hidden],
-            row: vec![0; desc.hidden * desc.out.size()],
+            sum: filled(0.0, desc.hidden)?,
+            row: filled(0, desc.hidden * desc.out.size())?,
             grads: Vec::new(),
         })
     }
@@ -95,17 +96,17 @@ pub(super) struct Sums<'a> {
 }
 
 impl<'a> Sums<'a> {
-    pub fn new(desc: &'a EpDesc, b: &Return) -> Self {
+    pub fn new(desc: &'a EpDesc, b: &Return) -> Result<Self> {
         let rows = b.out.shape().dim(0);
-        Self {
+        Ok(Self {
             desc,
             with_grads: b.dw_out.is_some(),
-            sums: vec![0.0; rows * desc.hidden],
-            dw: vec![0.0; rows * desc.top_k],
-            begun: vec![false; rows],
-            row: vec![0; desc.hidden * desc.out.size()],
-            grads: vec![0.0; desc.top_k],
-        }
+            sums: filled(0.0, rows * desc.hidden)?,
+            dw: filled(0.0, rows * desc.top_k)?,
+            begun: filled(false, rows)?,
+            row: filled(0, desc.hidden * desc.out.size())?,
+            grads: filled(0.0, desc.top_k)?,
+        })
     }
 
     /// Adds the returned rows of `tokens`; `read` copies a rank's row and gradients of a token.

@@ -6,6 +6,7 @@
 use std::ops::Range;
 use std::sync::Arc;
 
+use tilewire_core::memory::filled;
 use tilewire_core::{Error, Rank, Result, convert_from_f32};
 use tilewire_symm::{Enter, HostTransport, OpCtx, Permit, Signals, SymBuf};
 
@@ -152,7 +153,7 @@ impl Run {
     fn narrow(&self, tiles: &[RsTile], w: &[f32], scale: f32) -> Result<Vec<(usize, Vec<u8>)>> {
         let one = |tile: &RsTile| {
             let acc = self.tile(tile, w, scale)?;
-            let mut bytes = vec![0; acc.len() * self.desc.wire.size()];
+            let mut bytes = filled(0, acc.len() * self.desc.wire.size())?;
             convert_from_f32(self.desc.wire, &acc, &mut bytes);
             Ok((tile.at, bytes))
         };
@@ -163,7 +164,7 @@ impl Run {
     fn tile(&self, tile: &RsTile, w: &[f32], scale: f32) -> Result<Vec<f32>> {
         let d = &self.desc;
         let (m, n, row) = (tile.rows.len(), tile.cols.len(), d.k * d.x.size());
-        let mut acc = vec![0.0; m * n];
+        let mut acc = filled(0.0, m * n)?;
         let w = match d.w_order {
             BOrder::Nk => Mat::rows(w, d.k).t(),
             BOrder::Kn => Mat::rows(w, d.n),
@@ -187,7 +188,7 @@ impl Run {
         // GEMM+AR stores my rows among all.
         let out_row = if copies.gather.is_some() { first } else { 0 };
         for (tile, own) in tiles.iter().zip(own) {
-            let mut sum = vec![0.0f32; own.len()];
+            let mut sum = filled(0.0f32, own.len())?;
             for src in Rank::all(ctx.team().size()) {
                 let mut add = |part: &[f32]| sum.iter_mut().zip(part).for_each(|(s, v)| *s += v);
                 if src == ctx.rank() {

@@ -2,6 +2,7 @@
 
 use std::ops::Range;
 
+use tilewire_core::memory::filled;
 use tilewire_core::{DType, Result, convert_from_f32};
 use tilewire_device::Tensor;
 
@@ -65,7 +66,7 @@ pub(super) fn fprop(d: &GroupedDesc, t: &GroupedFprop) -> Result<i32> {
     let bias = t.bias.as_ref().map(Tensor::to_f32).transpose()?;
     t.x.with_wide(|x| -> Result<()> {
         for (e, r) in rows.iter().enumerate().filter(|(_, r)| !r.is_empty()) {
-            let mut acc = vec![0.0; r.len() * d.n];
+            let mut acc = filled(0.0, r.len() * d.n)?;
             with_weight(d, &t.w, e, |w| {
                 let a = Mat::rows(&x[r.start * d.k..r.end * d.k], d.k);
                 matmul((r.len(), d.n, d.k), a, Mat::rows(w, d.k).t(), &mut acc, false);
@@ -77,7 +78,7 @@ pub(super) fn fprop(d: &GroupedDesc, t: &GroupedFprop) -> Result<i32> {
                 a.write(|o| narrow_into(o, d.out, (r.start, 0, d.n), &acc))?;
             }
             let cols = d.out_cols();
-            let mut y = vec![0.0; r.len() * cols];
+            let mut y = filled(0.0, r.len() * cols)?;
             for (i, row) in acc.chunks_exact(d.n.max(1)).enumerate() {
                 activate_row(d.activation, row, &[], &mut y[i * cols..][..cols]);
             }
@@ -95,7 +96,7 @@ pub(super) fn dgrad(d: &GroupedDesc, t: &GroupedDgrad) -> Result<i32> {
     let rows = ranges_or_return!(d, &t.splits);
     t.dy.with_wide(|dy| -> Result<()> {
         for (e, r) in rows.iter().enumerate().filter(|(_, r)| !r.is_empty()) {
-            let mut acc = vec![0.0; r.len() * d.k];
+            let mut acc = filled(0.0, r.len() * d.k)?;
             with_weight(d, &t.w, e, |w| {
                 let a = Mat::rows(&dy[r.start * d.n..r.end * d.n], d.n);
                 matmul((r.len(), d.k, d.n), a, Mat::rows(w, d.k), &mut acc, false);
@@ -122,7 +123,7 @@ pub(super) fn dactivation(
         other => other,
     };
     let (dy, aux) = (dy.to_f32()?, aux.to_f32()?);
-    let mut out = vec![0.0; end * d.n];
+    let mut out = filled(0.0, end * d.n)?;
     for i in 0..end {
         let (g, a, o) =
             (&dy[i * cols..][..cols], &aux[i * d.n..][..d.n], &mut out[i * d.n..][..d.n]);
@@ -143,7 +144,7 @@ pub(super) fn wgrad(d: &GroupedDesc, t: &GroupedWgrad) -> Result<i32> {
     let rows = ranges_or_return!(d, &t.splits);
     let mask = t.mask.as_ref().map(|m| m.to_vec::<u8>()).transpose()?;
     let add = |e: usize| mask.as_ref().is_some_and(|m| m[e] != 0);
-    let mut dbias = vec![0.0; d.groups * d.n];
+    let mut dbias = filled(0.0, d.groups * d.n)?;
     t.x.with_wide(|x| -> Result<()> {
         t.dy.with_wide(|dy| -> Result<()> {
             for (e, r) in rows.iter().enumerate() {
@@ -151,7 +152,7 @@ pub(super) fn wgrad(d: &GroupedDesc, t: &GroupedWgrad) -> Result<i32> {
                     continue;
                 }
                 let (x, dy) = (&x[r.start * d.k..r.end * d.k], &dy[r.start * d.n..r.end * d.n]);
-                let mut acc = vec![0.0; d.n * d.k];
+                let mut acc = filled(0.0, d.n * d.k)?;
                 let (a, b) = (Mat::rows(dy, d.n).t(), Mat::rows(x, d.k));
                 matmul((d.n, d.k, r.len()), a, b, &mut acc, false);
                 store_grad(d, &t.dw, e, &acc, add(e))?;
@@ -173,13 +174,18 @@ fn store_grad(d: &GroupedDesc, dw: &Weights, e: usize, grad: &[f32], add: bool) 
         Weights::Packed(w) => (&w.data, e * d.n * d.k * d.grad.size()),
         Weights::Discrete(list) => (&list[e].data, 0),
     };
+    let mut sum = filled(0.0, if add { grad.len() } else { 0 })?;
     t.write(|b| {
         let b = &mut b[at..at + grad.len() * d.grad.size()];
         if !add {
             convert_from_f32(d.grad, grad, b);
             return;
         }
-        let sum: Vec<f32> = wide(d.grad, b).iter().zip(grad).map(|(o, g)| o + g).collect();
+        let old = wide(d.grad, b);
+        for ((s, o), g) in sum.iter_mut().zip(old.iter()).zip(grad) {
+            *s = o + g;
+        }
+        drop(old);
         convert_from_f32(d.grad, &sum, b);
     })
 }

@@ -1,5 +1,6 @@
 //! Permutation on the host: loops over the map.
 
+use tilewire_core::memory::filled;
 use tilewire_core::{DType, Result, convert_from_f32};
 use tilewire_device::Tensor;
 
@@ -77,7 +78,7 @@ pub(super) fn unpermute(
     }
     let (h, slots) = (d.hidden, map.slots().to_vec::<i32>()?);
     let (rows, weights) = (rows.to_f32()?, weights.map(Tensor::to_f32).transpose()?);
-    let mut sums = vec![0.0f32; map.tokens() * h];
+    let mut sums = filled(0.0f32, map.tokens() * h)?;
     for (i, &slot) in slots.iter().enumerate() {
         let Ok(slot) = usize::try_from(slot) else { continue };
         let w = weights.as_ref().map_or(1.0, |w| w[i]);
@@ -110,7 +111,7 @@ pub(super) fn unpermute_bwd(d: &PermuteDesc, map: &PermuteMap, g: &UnpermuteGrad
     }
     let (h, dy) = (d.hidden, g.d_out.to_f32()?);
     let weights = g.weighted.as_ref().map(|w| w.weights.to_f32()).transpose()?;
-    let mut d_rows = vec![0.0f32; d.capacity * h];
+    let mut d_rows = filled(0.0f32, d.capacity * h)?;
     for (r, &i) in map.sources().to_vec::<i32>()?.iter().enumerate() {
         let Ok(i) = usize::try_from(i) else { continue };
         let w = weights.as_ref().map_or(1.0, |w| w[i]);
@@ -120,7 +121,7 @@ pub(super) fn unpermute_bwd(d: &PermuteDesc, map: &PermuteMap, g: &UnpermuteGrad
     g.d_rows.write(|b| convert_from_f32(d.out, &d_rows, b))?;
     let Some(w) = &g.weighted else { return Ok(()) };
     let rows = w.rows.to_f32()?;
-    let mut grads = vec![0.0f32; map.tokens() * d.top_k];
+    let mut grads = filled(0.0f32, map.tokens() * d.top_k)?;
     for (i, &slot) in map.slots().to_vec::<i32>()?.iter().enumerate() {
         let Ok(slot) = usize::try_from(slot) else { continue };
         let pairs = dy[i / d.top_k * h..][..h].iter().zip(&rows[slot * h..][..h]);

@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use tilewire_core::memory::filled;
 use tilewire_core::{DType, Error, F8E4M3, F8E5M2, Rank, Result, ScaleLayout, convert_from_f32};
 use tilewire_device::Tensor;
 use tilewire_symm::{Enter, Signals, SymBuf};
@@ -41,12 +42,12 @@ fn fill(
     out: &Quantized,
 ) -> Result<()> {
     let layout = out.layout;
-    let mut scales = vec![0.0f32; layout.num_scales(rows, cols)];
+    let mut scales = filled(0.0f32, layout.num_scales(rows, cols))?;
     if layout == ScaleLayout::Tensor {
         // An empty matrix has a scale, too.
         scales[0] = given.unwrap_or(1.0);
     }
-    let mut codes = vec![0u8; rows * cols];
+    let mut codes = filled(0u8, rows * cols)?;
     let at = |r: usize, c: usize| x.data[r * x.row + c * x.col];
     for (rs, cs) in blocks(layout, rows, cols) {
         let scale = given.unwrap_or_else(|| {
