@@ -213,7 +213,7 @@ fn meet(team: &LiveTeam, ctx: &CudaContext) -> Result<()> {
     Ok(())
 }
 
-/// Which rank this process is in NVSHMEM: "rank 5 (rank 1 of team cp2.0), of 2 ranks".
+/// The rank of this process in NVSHMEM, for people: "rank 5 (rank 1 of team cp2.0), of 2 ranks".
 fn member(team: &Team) -> String {
     format!("{}, of {} ranks", team.named(team.rank()), team.size())
 }
