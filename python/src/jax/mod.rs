@@ -109,7 +109,7 @@ unsafe fn called(
         // SAFETY: as above.
         Err(e) => return unsafe { ffi::refuse(raw, &e) },
     };
-    let done = catch_unwind(AssertUnwindSafe(|| f(&mut frame))).unwrap_or_else(|p| panicked(p));
+    let done = catch_unwind(AssertUnwindSafe(|| f(&mut frame))).unwrap_or_else(panicked);
     done.map_or_else(|e| frame.error(&e), |()| std::ptr::null_mut())
 }
 
@@ -160,7 +160,7 @@ fn on_host(frame: &mut Frame<'_>) -> Result<()> {
         };
         waiter.run(Box::new(move || {
             let wait = AssertUnwindSafe(|| rest.map_or(Ok(()), |rest| rest()));
-            let done = catch_unwind(wait).unwrap_or_else(|p| panicked(p));
+            let done = catch_unwind(wait).unwrap_or_else(panicked);
             let done = done.map_err(|e| waits.failed(ordinal, e));
             // XLA may drop the state, and a program may end the world, once the future is set.
             drop((waits, flight));
