@@ -38,8 +38,8 @@ fn current(py: Python<'_>, op: &'static str, ctx: &CudaContext) -> PyResult<(Str
 }
 
 /// Returns the stream of calls without a world on the CPU: one stream, whose calls wait before they
-/// return. One that keeps the error of a call, as where memory lacked, serves no other: the next call
-/// gets a new one.
+/// return. One that keeps the error of a call, as where memory lacked, serves no other: the next
+/// call gets a new one.
 fn host_stream() -> Result<Stream> {
     static LOCAL: Mutex<Option<Stream>> = Mutex::new(None);
     let mut local = LOCAL.lock().unwrap_or_else(PoisonError::into_inner);
