@@ -161,8 +161,25 @@ def test_balanced_documents(world, device, gen, kw):
         torch.testing.assert_close(
             a.grad.cpu().double(), tw.cp_shard(b.grad, **rows), rtol=1e-4, atol=1e-4
         )
-    with pytest.raises(tilewire.InvalidArgument, match="balanced"):
-        tw.cp_attention(*(t[None] for t in mine), layout="balanced")
+    if world.size > 1:
+        with pytest.raises(tilewire.InvalidArgument, match="balanced"):
+            tw.cp_attention(*(t[None] for t in mine), layout="balanced")
+
+
+@pytest.mark.parametrize("layout", ["zigzag_per_sequence", "zigzag", "contiguous"])
+def test_each_entry_of_a_batch_is_divided_or_refused(world, device, gen, layout):
+    """Layouts of all rows together give one rank the first entries: results were wrong."""
+    batch, rows = 2, 4 * world.size
+    qkv = [randn(gen, batch, rows, h, 8) for h in (4, 2, 2)]
+    ref, _ = dense(*(t.flatten(0, 1) for t in qkv), [0, rows, 2 * rows])
+    kw = dict(layout=layout)
+    mine = [tw.cp_shard(t.float().to(device), dim=1, **kw) for t in qkv]
+    if layout != "zigzag_per_sequence" and world.size > 1:
+        with pytest.raises(tilewire.InvalidArgument, match="zigzag_per_sequence"):
+            tw.cp_attention(*mine, **kw)
+        return
+    whole = tw.cp_unshard(tw.cp_attention(*mine, **kw), dim=1, **kw).cpu().double()
+    torch.testing.assert_close(whole.flatten(0, 1), ref, rtol=1e-4, atol=1e-4)
 
 
 def test_a_batch_over_ranks(world, device, gen):

@@ -94,11 +94,17 @@ def _packed(x, what):
     return x
 
 
-def _not_of_batches(x, layout):
-    """Refuses a batch where a rank's rows are not the same ones of each entry."""
-    if layout == "balanced" and x.ndim == 4:
+def _not_of_batches(x, layout, size):
+    """Refuses a batch where a rank's rows are not the same ones of each entry.
+
+    All rows together are divided then, and those of the first entries would be one rank's.
+    """
+    if x.ndim != 4 or size == 1 or layout == "zigzag_per_sequence":
+        return
+    if layout == "balanced" or x.shape[0] > 1:
         raise InvalidArgument(
-            "the layout `balanced` is of [tokens, heads, d] and cu_seqlens, not of [b, s, heads, d]"
+            f"the layout `{layout}` divides all rows of [tokens, heads, d] together, not each "
+            "entry of [b, s, heads, d]: use `zigzag_per_sequence`"
         )
 
 
@@ -116,7 +122,7 @@ def _lengths(x, cu, size, what):
 def _run(q, k, v, team, kw):
     q, k, v = jnp.asarray(q), jnp.asarray(k), jnp.asarray(v)
     size = 1 if team is None else team[2]
-    _not_of_batches(q, kw["layout"])
+    _not_of_batches(q, kw["layout"], size)
     left, right = _window(kw["causal"], kw["window"])
     packed = [_packed(x, n) for x, n in ((q, "q"), (k, "k"), (v, "v"))]
     cu_q = _offsets(kw["cu_seqlens_q"], "cu_seqlens_q")
