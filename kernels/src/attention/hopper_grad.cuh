@@ -11,8 +11,8 @@
 // K-major, for s and g, and MN-major.
 //
 // A block has 12 warps and a multiprocessor for itself. Its tile is TW_HA_M rows x of one head.
-// Warpgroups 0 and 1 multiply for 64 rows each; of warpgroup 2 one warp loads, and a thread of
-// another one describes the tiles. Tiles of Y rows of the other side follow each other.
+// Warpgroups 0 and 1 multiply for 64 rows each; of warpgroup 2 one warp loads. Tiles of Y rows of
+// the other side follow each other.
 //
 // Shared memory: SLOTS slots of x1 and x2, a ring of STAGES tiles of y1 and y2; lse and delta
 // beside those that are queries. Each slot and stage has two barriers:
@@ -68,7 +68,7 @@
 enum : u32 { TW_SUM1 = 1, TW_SUM2 = 2 };
 enum : u32 {
     TW_HB_THREADS = 384,
-    TW_HB_STATE_BYTES = 1024,
+    TW_HB_STATE_BYTES = 512,
     // Readers of a slot or stage.
     TW_HB_WARPS = 8,
 };
@@ -92,13 +92,6 @@ struct TwOtherRows {
     int pos;
     u32 num;
     u32 last;  // 1: of these x
-};
-
-// What is loaded for a tile of x.
-struct TwGradPlan {
-    TwOwnRows rows;
-    TwSeg seg;
-    TwWalk walk;
 };
 
 // With extras, of a tile of y: its first row in the global tensors, and the head if it is of
@@ -133,10 +126,10 @@ template <bool QUERIES, u32 SUMS, u32 Y, u32 STAGES, u32 SLOTS> struct TwGrad {
         u64 y_full[STAGES], y_empty[STAGES];
         TwOwnRows own[SLOTS];
         TwOtherRows other[STAGES];
-        // Between planner and loader: a tile is described, and the next one is due.
-        u64 planned, wanted;
-        // The tile that is loaded, and the next one.
-        TwGradPlan plans[2];
+        // Of the loader: the tile that it loads next, and what that meets.
+        TwOwnRows next;
+        TwSeg seg;
+        TwWalk walk;
         // With extras.
         TwPlace own_places[SLOTS];
         TwOtherPlace other_places[STAGES];
@@ -157,10 +150,6 @@ template <bool QUERIES, u32 SUMS, u32 Y, u32 STAGES, u32 SLOTS> struct TwGrad {
     static __device__ __forceinline__ int before(const TwAttn& a) { return QUERIES ? a.left : a.right; }
     static __device__ __forceinline__ int behind(const TwAttn& a) { return QUERIES ? a.right : a.left; }
     static __device__ __forceinline__ u32 heads(const TwAttn& a) { return QUERIES ? a.heads_q : a.heads_kv; }
-
-    static __device__ __forceinline__ const TwSeg* others(const TwAttn& a, const TwAttnOrder& order) {
-        return order.few ? order.other : a.other;
-    }
 
     // ---- The loader: one warp.
 
@@ -186,26 +175,25 @@ template <bool QUERIES, u32 SUMS, u32 Y, u32 STAGES, u32 SLOTS> struct TwGrad {
 
     // Describes tile `i`, and begins the walk over what it meets. Of several heads that are done
     // together those tiles come first that meet most under a causal mask.
-    static __device__ __forceinline__ void begin(const TwAttn& a, const TwAttnOrder& order, u32 i, TwGradPlan& p) {
+    static __device__ __forceinline__ void begin(const TwAttn& a, const TwAttnOrder& order, u32 i, Shared& s) {
         const u32 group = i / (order.heads * a.tiles), in = i - group * order.heads * a.tiles;
         const u32 width = min(order.heads, heads(a) - group * order.heads);
         const u32 head = group * order.heads + in % width, t = QUERIES ? a.tiles - 1 - in / width : in / width;
-        const TwSeg own = tw_own(order.few ? order.own : a.own, a.num_own, t);
+        const TwSeg own = tw_own(a.own, a.num_own, t);
         const u32 first = (t - own.tile) * X, num = min(own.len - first, X);
         const int shift = own.shift == TW_ATTN_GAP ? 0 : QUERIES ? own.shift : -own.shift;
         const int at = (int)(own.pos + first) + shift;
-        p.seg = own;
+        s.seg = own;
         const u32 share = a.heads_q / a.heads_kv;
-        p.walk.template begin<Y>(others(a, order), own, at - before(a), at + (int)num + behind(a), QUERIES ? head : head * share, QUERIES ? 1 : share);
-        p.rows = {own.row + first, num, head, at, p.walk.tiles[0].num > 0 ? 1u : 0u, 1};
+        s.walk.template begin<Y>(a.other, own, at - before(a), at + (int)num + behind(a), QUERIES ? head : head * share, QUERIES ? 1 : share);
+        s.next = {own.row + first, num, head, at, s.walk.tiles[0].num > 0 ? 1u : 0u, 1};
     }
 
     // Lane 0 loads a slot.
-    static __device__ __forceinline__ void load_own(const TwGradMaps& maps, const TwGradPlan& p, u32 at, Shared& s) {
+    static __device__ __forceinline__ void load_own(const TwGradMaps& maps, const TwOwnRows& x, u32 at, Shared& s) {
         u64* full = s.x_full + at;
-        const TwOwnRows& x = p.rows;
         s.own[at] = x;
-        if (TW_ATTN_EXTRA) s.own_places[at] = {p.seg.pos + x.row - p.seg.row, p.seg.global + x.row - p.seg.row};
+        if (TW_ATTN_EXTRA) s.own_places[at] = {s.seg.pos + x.row - s.seg.row, s.seg.global + x.row - s.seg.row};
         mbarrier_arrive_expect_tx(full, SLOT);
         tw_ha_load<D1, X>(slot(at), maps.x1, full, x.head, x.row, x.num);
         if (SUM1) tw_ha_load<D2, X>(slot(at) + X1_BYTES, maps.x2, full, x.head, x.row, x.num);
@@ -224,65 +212,35 @@ template <bool QUERIES, u32 SUMS, u32 Y, u32 STAGES, u32 SLOTS> struct TwGrad {
     static __device__ __forceinline__ void load_tiles(const TwAttn& a, const TwAttnOrder& order, const TwGradMaps& maps) {
         Shared& s = shared();
         const bool first = threadIdx.x % 32 == 0;
+        const u32 num = a.tiles * heads(a);
         TwRing<SLOTS> xs;
         TwRing<STAGES> ys;
-        TwRing<1> planned;
-        for (u32 turn = 0;; turn ^= 1) {
-            planned.wait_full(&s.planned);
-            planned.advance();
-            // All lanes have passed before the next one is wanted: its phase has another parity.
+        for (u32 i = blockIdx.x; i < num;) {
+            if (first) begin(a, order, i, s);
             __syncwarp();
-            TwGradPlan& p = s.plans[turn];
-            const TwOwnRows x = p.rows;
-            if (x.more == 0) break;
+            const TwOwnRows x = s.next;
             xs.wait_empty(s.x_empty);
-            if (first) load_own(maps, p, xs.at, s);
+            if (first) load_own(maps, x, xs.at, s);
             if (QUERIES) load_numbers(a, numbers(xs.at), s.x_full + xs.at, x.head, x.row, x.num);
             xs.advance();
-            u32 n = 0;
-            for (u32 last = x.meets ^ 1; last == 0; n++) {
-                const TwTile& y = p.walk.tiles[n % 4];
-                last = p.walk.tiles[(n + 1) % 4].num == 0 ? 1 : 0;
+            for (u32 n = 0, last = x.meets ^ 1; last == 0; n++) {
+                const TwTile& y = s.walk.tiles[n % 4];
+                last = s.walk.tiles[(n + 1) % 4].num == 0 ? 1 : 0;
                 ys.wait_empty(s.y_empty);
                 if (first) load_other(maps, y, QUERIES ? x.head / (a.heads_q / a.heads_kv) : y.head, last, ys.at, s);
                 if (!QUERIES) load_numbers(a, numbers(ys.at), s.y_full + ys.at, y.head, y.row, y.num);
-                if (first && last == 0) {
-                    p.walk.template step<Y>(others(a, order), p.seg, n + 2);
-                    if (p.walk.tiles[(n + 2) % 4].num == 0) mbarrier_arrive(&s.wanted);
-                }
+                if (first && last == 0) s.walk.template step<Y>(a.other, s.seg, n + 2);
                 __syncwarp();
                 ys.advance();
             }
-            if (first && n < 2) mbarrier_arrive(&s.wanted);
+            const u32 next = first ? tw_ha_next(order, i, num) : 0;
+            i = __shfl_sync(0xffffffffu, next, 0);
         }
         xs.wait_empty(s.x_empty);
         if (first) {
             s.own[xs.at].more = 0;
             mbarrier_arrive(s.x_full + xs.at);
             if (QUERIES) mbarrier_arrive(s.x_full + xs.at);
-        }
-    }
-
-    // ---- The planner: one thread.
-
-    // Draws and describes tiles, one ahead of the loader: a draw and its dependent reads take
-    // longer than loads may wait. The loader wants the next one before the last tile of y is due,
-    // or, of one or none, when all is loaded: not earlier, so that the last tiles go to blocks that
-    // are through.
-    static __device__ __forceinline__ void plan_tiles(const TwAttn& a, const TwAttnOrder& order) {
-        Shared& s = shared();
-        const u32 num = a.tiles * heads(a);
-        TwRing<1> wanted;
-        u32 i = blockIdx.x;
-        for (u32 turn = 0;; turn ^= 1) {
-            TwGradPlan& p = s.plans[turn];
-            if (i < num) begin(a, order, i, p);
-            else p.rows.more = 0;
-            mbarrier_arrive(&s.planned);
-            if (i >= num) break;
-            wanted.wait_full(&s.wanted);
-            wanted.advance();
-            i = tw_ha_next(order, i, num);
         }
     }
 
@@ -512,14 +470,12 @@ template <bool QUERIES, u32 SUMS, u32 Y, u32 STAGES, u32 SLOTS> struct TwGrad {
             Shared& s = shared();
             for (u32 i = 0; i < SLOTS; i++) mbarrier_init(s.x_full + i, QUERIES ? 2 : 1), mbarrier_init(s.x_empty + i, TW_HB_WARPS);
             for (u32 i = 0; i < STAGES; i++) mbarrier_init(s.y_full + i, QUERIES ? 1 : 2), mbarrier_init(s.y_empty + i, TW_HB_WARPS);
-            mbarrier_init(&s.planned, 1), mbarrier_init(&s.wanted, 1);
             fence_mbarrier_init_release_cluster();
         }
         __syncthreads();
         if (threadIdx.x / 128 == 2) {
             setmaxnreg_dec<LOAD_REGISTERS>();
             if (threadIdx.x / 32 == 8) load_tiles(a, order, maps);
-            if (threadIdx.x / 32 == 9 && elect_sync()) plan_tiles(a, order);
             return;
         }
         setmaxnreg_inc<MULTIPLY_REGISTERS>();

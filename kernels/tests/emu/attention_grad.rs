@@ -1,6 +1,6 @@
 //! The backward pass of `attention/sm80_attention.cu` against an f64 reference.
 
-use tilewire_kernels::abi::{TwAttn, TwSeg};
+use tilewire_kernels::abi::TwAttn;
 use tilewire_kernels::attention::delta_rows;
 
 use crate::attention::{Build, Case, F32, ODD, PAIRED, Pair, SMALL, case, dot};
@@ -105,7 +105,7 @@ pub fn check(c: &Case, on: &Build, seed: u64) -> [Vec<u8>; 3] {
     // Of the plain unit a warp to a row.
     let of_block = if on.plain { 8 } else { delta_rows(on.dv) as u32 };
     let [dq_threads, dkv_threads] = [on.tiles.dq, on.tiles.dkv].map(|t| 32 * t.warps as u32);
-    check_by(c, on, seed, |[of_q, of_kv], _, _| {
+    check_by(c, on, seed, |[of_q, of_kv], _| {
         let launch = |i: usize| match i {
             0 => kernels[0]
                 .grid([(of_q.tokens_q * hq).div_ceil(of_block), 1, 1], [256, 1, 1])
@@ -123,13 +123,13 @@ pub fn check(c: &Case, on: &Build, seed: u64) -> [Vec<u8>; 3] {
     })
 }
 
-/// The same by the launches that are made of the parameters, over queries and over keys, their own
-/// and other segments, and a word that is zero, and must be zero at the end.
+/// The same by the launches that are made of the parameters, over queries and over keys, and a
+/// word that is zero, and must be zero at the end.
 pub fn check_by<'a>(
     c: &Case,
     on: &Build,
     seed: u64,
-    launches: impl FnOnce(&[TwAttn; 2], [[&[TwSeg]; 2]; 2], u64) -> Vec<Launch<'a>>,
+    launches: impl FnOnce(&[TwAttn; 2], u64) -> Vec<Launch<'a>>,
 ) -> [Vec<u8>; 3] {
     let (saved, t, (hq, hkv)) = (Saved::new(c, on), Case::narrow(on), c.heads);
     let widths = [hq * on.dqk, hkv * on.dqk, hkv * on.dv];
@@ -153,8 +153,7 @@ pub fn check_by<'a>(
     let bias = c.bias_memory();
     let tables = [(true, on.tiles.dq.m), (false, on.tiles.dkv.n)].map(|(of_q, m)| {
         let (own, other, tiles) = c.tables(of_q, m);
-        let tables = (Case::table("own", &own), Case::table("other", &other));
-        (tables.0, tables.1, own.len() as u32, tiles, [own, other])
+        (Case::table("own", &own), Case::table("other", &other), own.len() as u32, tiles)
     });
     let params = [0, 1].map(|i: usize| TwAttn {
         q: inputs[0].addr(),
@@ -175,8 +174,7 @@ pub fn check_by<'a>(
         ..c.param(on)
     });
     let counter = Memory::new("counter", ANY, 4);
-    let segs = tables.each_ref().map(|t| [&t.4[0][..], &t.4[1][..]]);
-    let launches = launches(&params, segs, counter.addr());
+    let launches = launches(&params, counter.addr());
     let memory = inputs.iter().chain(&grads).chain([&out, &d_out, &lse, &delta, &bias, &counter]);
     let memory = memory.chain(tables.iter().flat_map(|t| [&t.0, &t.1]));
     let mut run = Run::new(seed).memory(memory).stream(0, launches);

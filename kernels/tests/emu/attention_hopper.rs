@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::sync::{LazyLock, Mutex};
 
 use bytemuck::Zeroable;
-use tilewire_kernels::abi::{TwAttn, TwAttnOrder, TwSeg};
+use tilewire_kernels::abi::TwAttnOrder;
 use tilewire_kernels::attention::Tile;
 use tilewire_kernels::attention::hopper::{
     FEW, HopperVariant, SM90_ATTENTION, STORE_ROWS, THREADS, TILE_M,
@@ -60,26 +60,6 @@ pub struct How {
     pub counted: bool,
 }
 
-/// The parameters and the order of a launch of these own and other segments. It contains them, if
-/// they are few, by some seeds, and then has no others.
-pub fn ordered(
-    p: &TwAttn,
-    segs: [&[TwSeg]; 2],
-    how: How,
-    (counter, seed): (u64, u64),
-) -> (TwAttn, TwAttnOrder) {
-    let counter = if how.counted { counter } else { 0 };
-    let mut order = TwAttnOrder { counter, heads: how.heads, ..TwAttnOrder::zeroed() };
-    if seed % 4 >= 2 || segs.iter().any(|s| s.len() > FEW) {
-        return (*p, order);
-    }
-    order.few = 1;
-    for (to, from) in [&mut order.own, &mut order.other].into_iter().zip(segs) {
-        to[..from.len()].copy_from_slice(from);
-    }
-    (TwAttn { own: 0, other: 0, ..*p }, order)
-}
-
 /// Runs `c` by the library; the bytes of the output and lse.
 pub fn check_on(
     lib: &'static Lib,
@@ -100,7 +80,16 @@ pub fn check_on(
     let kernel = on.kernel("tw_hopper_attn_fwd");
     c.check_by(&on, seed, |p, segs, counter| {
         let (hq, hkv) = c.heads;
-        let (p, order) = ordered(p, segs, how, (counter, seed));
+        let counter = if how.counted { counter } else { 0 };
+        let (mut p, mut order) =
+            (*p, TwAttnOrder { counter, heads: how.heads, ..TwAttnOrder::zeroed() });
+        // Few segments: in the launch itself by some seeds, which then has no others.
+        if seed % 4 < 2 && segs.iter().all(|s| s.len() <= FEW) {
+            (order.few, p.own, p.other) = (1, 0, 0);
+            for (to, from) in [&mut order.own, &mut order.other].into_iter().zip(segs) {
+                to[..from.len()].copy_from_slice(from);
+            }
+        }
         let maps = [
             ragged(p.q, hq * v.dqk, p.ld_q, TILE_M),
             ragged(p.k, hkv * v.dqk, p.ld_k, v.keys()),

@@ -3,7 +3,9 @@
 use std::collections::HashMap;
 use std::sync::{LazyLock, Mutex};
 
-use tilewire_kernels::abi::{TwAttn, TwTensorMap};
+use bytemuck::Zeroable;
+
+use tilewire_kernels::abi::{TwAttn, TwAttnOrder, TwTensorMap};
 use tilewire_kernels::attention::hopper::{
     HopperGrad, SM90_ATTENTION_BWD, STORE_ROWS, THREADS, TILE_M,
 };
@@ -11,7 +13,7 @@ use tilewire_kernels::attention::{Tile, delta_rows};
 
 use crate::attention::{Build, Case, Tiles, case};
 use crate::attention_grad::check_by;
-use crate::attention_hopper::{How, each_extra, ordered};
+use crate::attention_hopper::{How, each_extra};
 use crate::compile::Unit;
 use crate::gemm::Type;
 use crate::hopper::ragged;
@@ -86,21 +88,20 @@ pub fn check_on(lib: &'static Lib, c: &Case, v: &HopperGrad, how: How, seed: u64
     };
     let [make_delta, make_dq] = ["tw_attn_delta", "tw_hopper_attn_dq"].map(|n| on.kernel(n));
     let of_keys: Vec<_> = v.of_keys().iter().map(|n| on.kernel(n)).collect();
-    check_by(c, &on, seed, |of, segs, counter| {
-        let launches = [0, 1].map(|i| ordered(&of[i], segs[i], how, (counter, seed)));
-        let [(of_q, order_q), (of_kv, order_kv)] = &launches;
+    check_by(c, &on, seed, |[of_q, of_kv], counter| {
+        let counter = if how.counted { counter } else { 0 };
+        let order = TwAttnOrder { counter, heads: how.heads, ..TwAttnOrder::zeroed() };
         let (grid, block) = ([how.blocks, 1, 1], [THREADS, 1, 1]);
         let blocks = (of_q.tokens_q * of_q.heads_q).div_ceil(delta_rows(v.dv) as u32);
         let delta = make_delta.grid([blocks, 1, 1], [256, 1, 1]).arg(of_q);
         let [q, d_out, dq] = maps_of_queries(c, v, of_q, TILE_M);
         let [k, v_, ..] = maps_of_keys(c, v, of_q, v.keys.rows);
-        let first = make_dq.grid(grid, block).smem(v.dq_shared_bytes()).arg(of_q).arg(order_q);
+        let first = make_dq.grid(grid, block).smem(v.dq_shared_bytes()).arg(of_q).arg(&order);
         let first = [q, d_out, k, v_, dq].iter().fold(first, |l, m| l.arg(m));
         let [q, d_out, _] = maps_of_queries(c, v, of_kv, v.queries.rows);
         let [k, v_, dk, dv] = maps_of_keys(c, v, of_kv, TILE_M);
         let others = of_keys.iter().map(|kernel| {
-            let launch = kernel.grid(grid, block).smem(v.dkv_shared_bytes());
-            let launch = launch.arg(of_kv).arg(order_kv);
+            let launch = kernel.grid(grid, block).smem(v.dkv_shared_bytes()).arg(of_kv).arg(&order);
             [k, v_, q, d_out, dk, dv].iter().fold(launch, |l, m| l.arg(m))
         });
         [delta, first].into_iter().chain(others).collect()

@@ -93,12 +93,6 @@ fn orders(lib: &'static Lib) {
     }
 }
 
-/// Two tiles of the other side for each of many own tiles: 64 rows.
-fn two_others(lib: &'static Lib) {
-    let c = Case { heads: (4, 4), out: Type::Bf16, ..case(64, 64) };
-    (0..4).for_each(|seed| run(lib, &c, seed));
-}
-
 /// Two pieces of 64 columns, by the text that `lib` was made of.
 fn wide_heads(lib: &'static Lib) {
     let lib = load(lib.text().to_owned(), &WIDE);
@@ -135,7 +129,6 @@ fn hopper_grad_scenarios() {
     let all = [long_rows, short_rows, two_tiles, masks, packed, far_scores, orders, wide_heads];
     all.iter().chain(&[one_slot as fn(&'static Lib), many_orders]).for_each(|f| f(lib));
     let lib = extra(SM90_ATTENTION_BWD.emu_text());
-    two_others(base(SM90_ATTENTION_BWD.emu_text()));
     all_extras(lib);
     of_parts(lib);
 }
@@ -156,10 +149,7 @@ fn hopper_grad_load_mutants() {
 }
 
 fn hopper_grad_order_mutants() {
-    killed(
-        ("attention/sm90_attention_bwd", "order"),
-        scenarios![orders, two_others, packed, masks],
-    );
+    killed(("attention/sm90_attention_bwd", "order"), scenarios![orders, packed, masks]);
 }
 
 fn hopper_grad_multiply_mutants() {

@@ -59,21 +59,6 @@ pub(super) fn together(d: &AttentionDesc, tokens_kv: usize) -> u32 {
     heads.min(d.heads_q).max(1) as u32
 }
 
-/// Returns the order of a launch that contains its own and other segments if they are `few`.
-pub(super) fn order((counter, heads): (u64, u32), few: Option<[&[TwSeg]; 2]>) -> TwAttnOrder {
-    let mut order =
-        TwAttnOrder { counter, heads, few: u32::from(few.is_some()), ..TwAttnOrder::zeroed() };
-    for (to, from) in [&mut order.own, &mut order.other].into_iter().zip(few.unwrap_or([&[]; 2])) {
-        to[..from.len()].copy_from_slice(from);
-    }
-    order
-}
-
-/// Returns whether a launch contains these segments of queries and keys itself.
-pub(super) fn takes_few(segs: [&[TwSeg]; 2]) -> bool {
-    segs.iter().all(|s| s.len() <= FEW)
-}
-
 /// The kernel of one description on one device.
 pub(super) struct Hopper {
     ctx: CudaContext,
@@ -108,6 +93,11 @@ impl Hopper {
         Ok((Self { ctx: ctx.clone(), variant, kernel, num_sms, counters }, module))
     }
 
+    /// Returns whether a launch contains these segments of queries and keys itself.
+    pub fn takes_few(segs: [&[TwSeg]; 2]) -> bool {
+        segs.iter().all(|s| s.len() <= FEW)
+    }
+
     /// Returns the rows of a tile of own segments.
     pub fn rows(&self) -> u64 {
         TILE_M as u64
@@ -138,7 +128,13 @@ impl Hopper {
         let maps = self.maps(d, p)?;
         let counter = self.counters.next(stream);
         let heads = together(d, tokens_kv);
-        let order = order((counter, heads), few);
+        let mut order =
+            TwAttnOrder { counter, heads, few: u32::from(few.is_some()), ..TwAttnOrder::zeroed() };
+        for (to, from) in
+            [&mut order.own, &mut order.other].into_iter().zip(few.unwrap_or([&[]; 2]))
+        {
+            to[..from.len()].copy_from_slice(from);
+        }
         let blocks = u64::from(self.num_sms).min(u64::from(p.tiles) * u64::from(p.heads_q));
         let grid = Grid::new(blocks as u32, THREADS).shared(self.variant.shared_bytes());
         let args = maps.iter().fold(LaunchArgs::new().arg(p).arg(&order), LaunchArgs::raw_map);

@@ -2,16 +2,18 @@
 
 use std::sync::Arc;
 
+use bytemuck::Zeroable;
+
 use tilewire_core::{DType, Result};
 use tilewire_device::cuda::{
     CudaContext, CudaStream, Grid, Kernel, LaunchArgs, RawTensorMap, TensorMapDesc,
 };
-use tilewire_kernels::abi::{TwAttn, TwSeg};
+use tilewire_kernels::abi::{TwAttn, TwAttnOrder};
 use tilewire_kernels::attention::hopper::{
     HopperGrad, SM90_ATTENTION_BWD, STORE_ROWS, THREADS, TILE_M,
 };
 
-use super::hopper::{self, L2_BYTES, map, order, stored, together};
+use super::hopper::{self, L2_BYTES, map, stored, together};
 use crate::attention::AttentionDesc;
 use crate::common::counters::Counters;
 use crate::common::cuda::load;
@@ -84,9 +86,7 @@ impl Gradients {
         format!("the kernels for sm_90a (dq {TILE_M}x{keys}, dk and dv {queries}x{TILE_M})")
     }
 
-    /// Queues dq of tables with at least one tile of queries: one kernel. `few`: the segments of
-    /// queries and of keys, if they are not more than
-    /// [`FEW`](tilewire_kernels::attention::hopper::FEW); else those that `p` points to.
+    /// Queues dq of tables with at least one tile of queries: one kernel.
     ///
     /// # Safety
     /// `p` is that of a launch of `d`, the description of [`Gradients::new`]: its tensors have the
@@ -101,7 +101,6 @@ impl Gradients {
         stream: &CudaStream,
         d: &AttentionDesc,
         (p, tokens_kv): (&TwAttn, usize),
-        few: Option<[&[TwSeg]; 2]>,
     ) -> Result<()> {
         let rows = self.variant.keys.rows;
         let (q, d_out) = queries(d, p, TILE_M);
@@ -111,17 +110,15 @@ impl Gradients {
         let or_q = |addr: u64| if addr == 0 { p.q } else { addr };
         let of = [(p.q, q), (p.d_out, d_out), (or_q(p.k), k), (or_q(p.v), v), (p.dq, dq)];
         let heads = (together(d, tokens_kv), p.heads_q);
-        let shared = self.variant.dq_shared_bytes();
         // SAFETY: `tw_hopper_attn_dq` takes (TwAttn, TwAttnOrder, 5 x TwTensorMap); the caller's
         // contract for what they describe.
-        unsafe { self.launch(stream, (&self.dq, shared), (p, few), heads, of) }
+        unsafe { self.launch(stream, &self.dq, self.variant.dq_shared_bytes(), p, heads, of) }
     }
 
     /// Queues dk and dv of tables with at least one tile of keys: one kernel, or one for each.
     ///
     /// # Safety
-    /// As [`Gradients::launch_dq`], with own segments of keys, and others of `tokens_q` queries:
-    /// `few` has the keys first.
+    /// As [`Gradients::launch_dq`], with own segments of keys, and others of `tokens_q` queries.
     ///
     /// # Errors
     /// What the driver reports.
@@ -130,7 +127,6 @@ impl Gradients {
         stream: &CudaStream,
         d: &AttentionDesc,
         (p, tokens_q): (&TwAttn, usize),
-        few: Option<[&[TwSeg]; 2]>,
     ) -> Result<()> {
         let (k, v) = keys(d, p, TILE_M);
         let (q, d_out) = queries(d, p, self.variant.queries.rows);
@@ -144,9 +140,7 @@ impl Gradients {
         let shared = self.variant.dkv_shared_bytes();
         // SAFETY: `tw_hopper_attn_dkv`, `_dk` and `_dv` take (TwAttn, TwAttnOrder, 6 x
         // TwTensorMap); the caller's contract for what they describe.
-        self.dkv
-            .iter()
-            .try_for_each(|k| unsafe { self.launch(stream, (k, shared), (p, few), heads, of) })
+        self.dkv.iter().try_for_each(|k| unsafe { self.launch(stream, k, shared, p, heads, of) })
     }
 
     /// Queues a kernel of so many heads: those that are done together, and all.
@@ -156,15 +150,16 @@ impl Gradients {
     unsafe fn launch<const N: usize>(
         &self,
         stream: &CudaStream,
-        (kernel, shared): (&Kernel, u32),
-        (p, few): (&TwAttn, Option<[&[TwSeg]; 2]>),
+        kernel: &Kernel,
+        shared: u32,
+        p: &TwAttn,
         (together, heads): (u32, u32),
         maps: [(u64, TensorMapDesc); N],
     ) -> Result<()> {
         let maps =
             RawTensorMap::all(&self.ctx, maps.each_ref().map(|(at, m)| (*at, usize::MAX, m)))?;
         let counter = self.counters.next(stream);
-        let order = order((counter, together), few);
+        let order = TwAttnOrder { counter, heads: together, ..TwAttnOrder::zeroed() };
         let blocks = u64::from(self.num_sms).min(u64::from(p.tiles) * u64::from(heads));
         let grid = Grid::new(blocks as u32, THREADS).shared(shared);
         let args = maps.iter().fold(LaunchArgs::new().arg(p).arg(&order), LaunchArgs::raw_map);

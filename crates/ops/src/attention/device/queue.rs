@@ -15,7 +15,7 @@ use super::forward::{
     Attend, Forward, ROWS, Tiled, code, core_lacks, fitting, not_by_hopper, plain, variant,
 };
 use super::fp8::{Wide, kernel_desc};
-use super::hopper::{self, takes_few};
+use super::hopper::{self, Hopper};
 use super::hopper_grad::{self, Gradients};
 use crate::attention::desc::bound;
 use crate::attention::launch::Given;
@@ -189,21 +189,6 @@ struct Side {
     tiles: u32,
     /// Of all segments.
     rows: usize,
-    /// The segments, where launches contain them, and `at` is nowhere.
-    few: Vec<TwSeg>,
-}
-
-impl Side {
-    /// The segments of these own rows and of `other` ones, if a launch is to contain them.
-    fn before<'a>(&'a self, other: &'a Side) -> Option<[&'a [TwSeg]; 2]> {
-        (self.at == 0).then_some([&self.few, &other.few])
-    }
-
-    fn few(mut segs: Vec<TwSeg>, rows: u64) -> Self {
-        let tiles = number_tiles(&mut segs, rows);
-        let rows = segs.iter().map(|s| s.len as usize).sum();
-        Side { at: 0, num: segs.len() as u32, tiles, rows, few: segs }
-    }
 }
 
 /// The tables of a backward pass.
@@ -280,7 +265,7 @@ impl Prepared {
             unsafe { self.forward.table.launch(stream, Grid::new(1, TABLE as u32), args)? };
         }
         let rows = segs.iter().map(|s| s.len as usize).sum();
-        Ok(Side { at, num: segs.len() as u32, tiles, rows, few: Vec::new() })
+        Ok(Side { at, num: segs.len() as u32, tiles, rows })
     }
 
     /// Returns what queued kernels refer to.
@@ -330,7 +315,7 @@ impl Prepared {
     ) -> Result<()> {
         aligned(d, &[("q", p.q), ("k", p.k), ("v", p.v), ("out", p.out)])?;
         if let Attend::Hopper(h) = &self.forward.attend
-            && takes_few([&q, &kv])
+            && Hopper::takes_few([&q, &kv])
         {
             let tiles = number_tiles(&mut q, h.rows());
             if tiles == 0 || p.heads_q == 0 {
@@ -382,17 +367,9 @@ impl Prepared {
         run(stream, kernel, Grid::new(blocks as u32, 256), p)
     }
 
-    /// Queues the tables of a backward pass, unless its launches contain them. They serve until the
-    /// next ones are queued.
+    /// Queues the tables of a backward pass. They serve until the next ones are queued.
     pub fn tables(&self, stream: &CudaStream, (q, kv): (Vec<TwSeg>, Vec<TwSeg>)) -> Result<Sides> {
         let (of_q, of_kv) = self.backward.rows();
-        // The gradients of bias and sink are made by kernels that read tables.
-        let contain = matches!(self.backward.make, Make::Hopper(_))
-            && self.backward.bias_and_sink.is_none()
-            && takes_few([&q, &kv]);
-        if contain {
-            return Ok(Sides { keys: Side::few(kv, of_kv), queries: Side::few(q, of_q) });
-        }
         let keys = self.write(stream, 2, kv, of_kv)?;
         Ok(Sides { keys, queries: self.write(stream, 1, q, of_q)? })
     }
@@ -419,7 +396,7 @@ impl Prepared {
                 // SAFETY: what `p` points to was checked against the description (shapes, types,
                 // the same device), begins at multiples of 16 bytes (`aligned`), and is held by
                 // the stream (`held`); tables are made of the launch's own rows.
-                unsafe { g.launch_dkv(stream, d, (&p, t.queries.rows), t.keys.before(&t.queries)) }
+                unsafe { g.launch_dkv(stream, d, (&p, t.queries.rows)) }
             }
         }
     }
@@ -440,7 +417,7 @@ impl Prepared {
             Make::Hopper(g) => {
                 let p = with_tables(p, (&t.queries, &t.keys));
                 // SAFETY: as of the kernel in `keys`.
-                unsafe { g.launch_dq(stream, d, (&p, t.keys.rows), t.queries.before(&t.keys))? }
+                unsafe { g.launch_dq(stream, d, (&p, t.keys.rows))? }
             }
         }
         let (own, other, num_own) = (t.queries.at, t.keys.at, t.queries.num);
