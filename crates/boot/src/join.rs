@@ -2,6 +2,7 @@
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Instant;
 
 use tilewire_core::{Config, Deadline, Error, ErrorKind, Result};
 
@@ -144,6 +145,8 @@ fn open(place: &Place, secret: &Secret, deadline: Deadline) -> Result<Box<dyn St
         }
     };
     let served = || SERVED.lock().unwrap_or_else(PoisonError::into_inner);
+    // Others may come, with another secret, too, as soon as the server is there.
+    let begin = Instant::now();
     if place.rank.get() == 0
         && let Some(server) = StoreServer::try_bind(&addr, secret)?
     {
@@ -154,7 +157,7 @@ fn open(place: &Place, secret: &Secret, deadline: Deadline) -> Result<Box<dyn St
     // Now, or by an earlier meeting.
     let ours = served().iter().find(|s| *s.addr() == addr).cloned();
     Ok(match ours.filter(|_| place.rank.get() == 0) {
-        Some(server) => Box::new(Watched::new(Box::new(client), server, who)),
+        Some(server) => Box::new(Watched::new(Box::new(client), server, who, begin)),
         None => Box::new(client),
     })
 }

@@ -70,8 +70,9 @@ pub(crate) struct Watched {
 }
 
 impl Watched {
-    pub fn new(store: Box<dyn Store>, server: Arc<StoreServer>, me: Who) -> Self {
-        Self { store, server, me, begin: Instant::now() }
+    /// What has come since `begin` counts: the server may have served meetings before.
+    pub fn new(store: Box<dyn Store>, server: Arc<StoreServer>, me: Who, begin: Instant) -> Self {
+        Self { store, server, me, begin }
     }
 
     /// # Errors

@@ -320,11 +320,11 @@ fn another_user_with_another_secret_ends_no_meeting() {
     }
     let secret = Secret::random().unwrap();
     let server = std::sync::Arc::new(StoreServer::bind(&loopback(), &secret).unwrap());
-    let watched = || {
+    let watched = |begin| {
         let client = StoreClient::connect(server.addr(), &secret, soon()).unwrap();
-        Watched::new(Box::new(client), server.clone(), Who::new(0, 2, "job"))
+        Watched::new(Box::new(client), server.clone(), Who::new(0, 2, "job"), begin)
     };
-    let begun = watched();
+    let begun = watched(Instant::now());
     let status = Command::new("/proc/self/exe")
         .args(["tcp_store::tests::another_user_with_another_secret_ends_no_meeting", "--exact"])
         .env(CLAIM, port(&server).to_string())
@@ -335,8 +335,10 @@ fn another_user_with_another_secret_ends_no_meeting() {
     let e = begun.get("k", Deadline::after_s(2.5)).unwrap_err();
     assert!(e.is_timeout(), "{e}");
     assert_eq!(server.reasons().unwrap(), "1 connection was refused: 1 with another secret");
-    let begun = watched();
+    // It came before we were through with our own connection.
+    let begin = Instant::now();
     claim(port(&server));
+    let begun = watched(begin);
     let e = begun.get("k", Deadline::after_s(10.0)).unwrap_err();
     assert!(e.kind() == ErrorKind::Protocol && e.message().starts_with("r1 has another"), "{e}");
 }
