@@ -70,7 +70,7 @@ pub(crate) struct Watched {
 }
 
 impl Watched {
-    /// What has come since `begin` counts: the server may have served meetings before.
+    /// Words since `begin` count: the server may have served meetings before.
     pub fn new(store: Box<dyn Store>, server: Arc<StoreServer>, me: Who, begin: Instant) -> Self {
         Self { store, server, me, begin }
     }
