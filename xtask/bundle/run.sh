@@ -7,7 +7,7 @@
 # OUT).
 set -u
 # NVLink multicast stays off.
-export NCCL_NVLS_ENABLE=0 NVSHMEM_DISABLE_NVLS=1
+export NCCL_NVLS_ENABLE=0 NVSHMEM_DISABLE_NVLS=1 NCCL_GRAPH_REGISTER=0
 export TORCH_SYMM_MEM_DISABLE_MULTICAST=1 CUBLASMP_DISABLE_MULTICAST=1
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 # Programs stand beside this file, and look for kernels in the folder beside them; packed both are a

@@ -68,7 +68,7 @@ fn success_and_lines_with_prefix() {
 fn variables_of_every_rank() {
     let names = "$RANK/$WORLD_SIZE $LOCAL_RANK/$LOCAL_WORLD_SIZE $GROUP_RANK $MASTER_ADDR \
                  $NCCL_NVLS_ENABLE$NVSHMEM_DISABLE_NVLS$TORCH_SYMM_MEM_DISABLE_MULTICAST\
-                 $CUBLASMP_DISABLE_MULTICAST ${#TILEWIRE_SECRET}${_TILEWIRE_SECRET_FD:+fd} $MORE \
+                 $CUBLASMP_DISABLE_MULTICAST$NCCL_GRAPH_REGISTER ${#TILEWIRE_SECRET}${_TILEWIRE_SECRET_FD:+fd} $MORE \
                  ${TILEWIRE_RANK%:*} $((${TILEWIRE_RANK##*:} != MASTER_PORT))";
     let l = Launch {
         env: vec![("MORE".into(), "yes".into()), ("NCCL_NVLS_ENABLE".into(), "1".into())],
@@ -76,7 +76,7 @@ fn variables_of_every_rank() {
     };
     let (r, out, _) = run(&l);
     assert_eq!(r.code, 0);
-    let want = |i| format!("[r{i}] {i}/2 {i}/2 0 127.0.0.1 0111 0fd yes {i}/2@127.0.0.1 1");
+    let want = |i| format!("[r{i}] {i}/2 {i}/2 0 127.0.0.1 01110 0fd yes {i}/2@127.0.0.1 1");
     assert_eq!(out.lines(), [want(0), want(1)]);
 }
 

@@ -19,7 +19,9 @@ use tilewire_core::{DType, Error, ErrorKind, Result};
 use super::context::CudaContext;
 use super::library::Open;
 use super::library_search::{Found, NCCL};
-use super::nccl_api::{Api, Code, Raw, RawConfig, RawWait, SUCCESS, WINDOW_SYMMETRIC, text};
+use super::nccl_api::{
+    Api, Code, Raw, RawConfig, RawWait, SUCCESS, WINDOW_SYMMETRIC, may_be_captured, text,
+};
 use super::stream::CudaStream;
 
 /// Limit for a call that holds a communicator; then the communicator is aborted while the call is
@@ -357,7 +359,8 @@ impl NcclComm {
     ///
     /// # Errors
     /// `Aborted`; `InvalidArgument` for a stream of another device, or a type that cannot be added;
-    /// what the library reports.
+    /// `Unsupported` for a captured send or receive without `NCCL_GRAPH_REGISTER=0`; what the
+    /// library reports.
     pub unsafe fn queue(
         &self,
         stream: &CudaStream,
@@ -368,6 +371,10 @@ impl NcclComm {
             return Err(Error::invalid(
                 "the stream and the communicator belong to different devices",
             ));
+        }
+        let moves = |op: &NcclOp| matches!(op, NcclOp::Send { .. } | NcclOp::Recv { .. });
+        if ops.iter().any(moves) && stream.is_capturing() {
+            may_be_captured()?;
         }
         let handle = self.lock();
         let raw = self.live(&handle)?;

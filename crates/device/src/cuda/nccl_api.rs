@@ -25,6 +25,8 @@ const TESTED_MINOR: c_int = 32;
 /// `NCCL_WIN_COLL_SYMMETRIC`: every rank's part lies at the same offset.
 pub(super) const WINDOW_SYMMETRIC: c_int = 1;
 const NO_MULTICAST: &str = "NCCL_NVLS_ENABLE";
+/// The variable by which NCCL registers memory of captured calls.
+const REGISTERS: &str = "NCCL_GRAPH_REGISTER";
 
 /// `ncclConfig_t` as of 2.17, which every newer library reads.
 #[repr(C)]
@@ -237,6 +239,30 @@ fn no_multicast(set: Option<&str>) -> Result<()> {
     ))
 }
 
+/// Checks that a send or receive may be captured.
+///
+/// NCCL registers the memory of captured calls where it comes from `cuMemCreate`, each rank for
+/// itself. If only one side of a transfer is registered, the sender counts it as one step and the
+/// receiver as many (`sendIpcReg`, `recvIpcReg` of 2.28): from some megabytes on both wait without
+/// a deadline. Heaps are such memory, and tensors mostly are not.
+///
+/// # Errors
+/// `Unsupported` unless the variable keeps NCCL from it.
+pub(super) fn may_be_captured() -> Result<()> {
+    registers_nothing(std::env::var(REGISTERS).ok().as_deref())
+}
+
+fn registers_nothing(set: Option<&str>) -> Result<()> {
+    if set == Some("0") {
+        return Ok(());
+    }
+    let text = format!("NCCL's sends and receives are not captured unless {REGISTERS}=0");
+    Err(Error::new(ErrorKind::Unsupported, text).op("nccl").seen(set.unwrap_or("not set")).hint(
+        "set NCCL_GRAPH_REGISTER=0 before the program starts: where NCCL registers one side's \
+         memory alone, both wait for ever; `tilewire run` sets it",
+    ))
+}
+
 fn known(version: c_int, found: &Found) -> Result<()> {
     let (major, minor) = (version / 10_000, version / 100 % 100);
     if version >= MIN_VERSION && major == MAJOR {
@@ -272,6 +298,15 @@ mod tests {
         for set in [None, Some("1"), Some("")] {
             let e = no_multicast(set).unwrap_err();
             assert!(e.is_unavailable() && e.get_hint().is_some_and(|h| h.contains("=0")), "{e}");
+        }
+    }
+
+    #[test]
+    fn captured_calls_must_not_be_registered() {
+        registers_nothing(Some("0")).unwrap();
+        for set in [None, Some("1"), Some("")] {
+            let e = registers_nothing(set).unwrap_err();
+            assert!(e.is_unsupported() && e.get_hint().is_some_and(|h| h.contains("=0")), "{e}");
         }
     }
 

@@ -137,6 +137,7 @@ impl Driver {
             .env("LD_LIBRARY_PATH", &self.dir)
             .env("TW_DEVICES", devices.to_string())
             .env("NCCL_NVLS_ENABLE", "0")
+            .env("NCCL_GRAPH_REGISTER", "0")
             .env("NVSHMEM_DISABLE_NVLS", "1")
             .env("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
             .env("CUBLASMP_DISABLE_MULTICAST", "1")

@@ -303,6 +303,7 @@ impl Job {
                 .env("TILEWIRE_RANK", format!("{r}/{num}@127.0.0.1:{port}"))
                 .env("TILEWIRE_SECRET", &secret)
                 .env("NCCL_NVLS_ENABLE", "0")
+                .env("NCCL_GRAPH_REGISTER", "0")
                 .env("NVSHMEM_DISABLE_NVLS", "1")
                 .env("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
                 .env("CUBLASMP_DISABLE_MULTICAST", "1")
