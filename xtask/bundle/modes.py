@@ -210,7 +210,8 @@ def of_one_gpu(n):
     # compiled.
     # Tensor maps of tests have a kernel of their own.
     skips = ["--skip", "attention", "--skip", "emulated", "--skip", "maps::"]
-    yield Config("ops", [program("gpu"), *skips], by_tests, takes=1)
+    yield Config("ops", [program("gpu"), *skips, "--skip", "hopper::"], by_tests, takes=1)
+    yield Config("ops-hopper", [program("gpu"), "hopper::", *skips], by_tests, takes=1)
     maps = [program("gpu"), "maps::", "--skip", "emulated"]
     yield Config("tensor-maps", maps, by_tests, jit=True)
     attention = [program("gpu"), "attention", "--skip", "emulated"]

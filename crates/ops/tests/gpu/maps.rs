@@ -306,8 +306,7 @@ fn the_driver_refuses_what_devices_do_not_copy() {
         }),
         0
     );
-    let refused: [Change; 14] = [
-        ("a map at half of 64 bytes", |c| c.offset = 32),
+    let refused: [Change; 13] = [
         ("an address of 8", |c| c.base += 8),
         ("no dimension", |c| c.rank = 0),
         ("six dimensions", |c| c.rank = 6),
@@ -324,6 +323,11 @@ fn the_driver_refuses_what_devices_do_not_copy() {
     ];
     for (what, change) in refused {
         assert_eq!(code(&change), INVALID, "{what}");
+    }
+    // Launches read maps at multiples of 64 bytes; the driver of H100 and H200 (580.159) describes
+    // them elsewhere, too.
+    if is_emulated() {
+        assert_eq!(code(&|c| c.offset = 32), INVALID, "a map at half of 64 bytes");
     }
     // Without a swizzle rows are as long as a tile may be.
     assert_eq!(code(&|c| (c.swizzle, c.tile[0]) = (0, 256)), 0);
