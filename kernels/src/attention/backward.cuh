@@ -172,26 +172,48 @@ template <bool QUERIES, u32 X, u32 Y, u32 WARPS> struct TwReturn {
         return tw_bias(a, q_head(b, t), QUERIES ? own : other, QUERIES ? other : own);
     }
 
-    // Probabilities from products; with extras also the slope by which ds is multiplied.
-    __device__ __forceinline__ void probabilities(const TwAttn& a, const TwBlock& b, const TwTile& t, u32 y,
-                                                  float (&s)[MT][NT][4], float (&slope)[MT][NT][4]) const {
-        const float factor = a.scale * TW_LOG2E;
+    template <class Of>
+    static __device__ __forceinline__ void each(float (&s)[MT][NT][4], float (&slope)[MT][NT][4], const Of& of) {
+#pragma unroll
+        for (u32 i = 0; i < MT; i++)
+#pragma unroll
+            for (u32 j = 0; j < NT; j++)
+#pragma unroll
+                for (u32 e = 0; e < 4; e++) s[i][j][e] = of(s[i][j][e], slope[i][j][e]);
+    }
+
+    // With extras: turns products into scores in base 2, with the slope by which ds is multiplied.
+    static __device__ __forceinline__ void scores(const TwAttn& a, const TwBlock& b, const TwTile& t, float (&s)[MT][NT][4],
+                                                  float (&slope)[MT][NT][4]) {
+        if (a.softcap > 0) {
+            const TwSoftcap cap(a);
+            each(s, slope, [&](float product, float& d) { return cap.score(product, d); });
+        } else {
+            each(s, slope, [&](float product, float& d) { return d = 1.0f, product * (a.scale * TW_LOG2E); });
+        }
+        if (!a.bias) return;
 #pragma unroll
         for (u32 i = 0; i < MT; i++)
 #pragma unroll
             for (u32 j = 0; j < NT; j++)
 #pragma unroll
                 for (u32 e = 0; e < 4; e++) {
-                    float& x = s[i][j][e];
+                    const float* from = bias(a, b, t, tw_row<MT>(i, e), 8 * j + threadIdx.x % 4 * 2 + e % 2);
+                    s[i][j][e] = fmaf(from ? *from : 0.0f, TW_LOG2E, s[i][j][e]);
+                }
+    }
+
+    // Probabilities from products, or with extras from scores in base 2.
+    __device__ __forceinline__ void probabilities(const TwAttn& a, u32 y, float (&s)[MT][NT][4]) const {
+        const float factor = TW_ATTN_EXTRA ? 1.0f : a.scale * TW_LOG2E;
+#pragma unroll
+        for (u32 i = 0; i < MT; i++)
+#pragma unroll
+            for (u32 j = 0; j < NT; j++)
+#pragma unroll
+                for (u32 e = 0; e < 4; e++) {
                     const float2 both = lse_of(y, i, j, e / 2);
-                    const float base = e % 2 ? both.y : both.x;
-                    if (TW_ATTN_EXTRA) {
-                        const u32 row = tw_row<MT>(i, e), col = 8 * j + threadIdx.x % 4 * 2 + e % 2;
-                        x = tw_score(a, x, bias(a, b, t, row, col), slope[i][j][e]) * TW_LOG2E - base;
-                    } else {
-                        x = fmaf(x, factor, -base);
-                    }
-                    x = ex2_approx_ftz_f32(x);
+                    s[i][j][e] = ex2_approx_ftz_f32(fmaf(s[i][j][e], factor, -(e % 2 ? both.y : both.x)));
                 }
     }
 
@@ -213,7 +235,8 @@ template <bool QUERIES, u32 X, u32 Y, u32 WARPS> struct TwReturn {
         // next products. Extras may turn that into a finite score; there, p is set to 0 afterwards.
         if (!TW_ATTN_EXTRA && !whole(a, b, t)) mask(a, b, t, p, -TW_INF);
         if (threadIdx.x == 0) b.walk.template step<Y>(a.other, b.own, n + 2);
-        probabilities(a, b, t, numbers, p, (float (&)[MT][NT][4])slope);
+        if (TW_ATTN_EXTRA) scores(a, b, t, p, (float (&)[MT][NT][4])slope);
+        probabilities(a, numbers, p);
         if (TW_ATTN_EXTRA && !whole(a, b, t)) mask(a, b, t, p, 0.0f);
         const bool drop = TW_ATTN_EXTRA && a.drop_below;
         const u64 seed = drop ? tw_drop_seed(a) : 0;

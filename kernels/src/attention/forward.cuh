@@ -42,10 +42,27 @@ struct TwRows {
     float (&sum)[TW_F_MT][2];
 };
 
+template <class Of> __device__ __forceinline__ void tw_f_each(TwScores& s, const Of& of) {
+#pragma unroll
+    for (u32 i = 0; i < TW_F_MT; i++)
+#pragma unroll
+        for (u32 j = 0; j < TW_F_NT; j++)
+#pragma unroll
+            for (u32 e = 0; e < 4; e++) s[i][j][e] = of(s[i][j][e]);
+}
+
 // Turns products into scores in base 2: scale, softcap and bias. `pos` is that of the tiles' first
 // rows.
 __device__ __forceinline__ void tw_f_extra(const TwAttn& a, TwScores& s, u32 head, u32 q_pos, u32 num_q, u32 kv_pos,
                                            u32 num_kv) {
+    if (a.softcap > 0) {
+        const TwSoftcap cap(a);
+        float slope;
+        tw_f_each(s, [&](float product) { return cap.score(product, slope); });
+    } else {
+        tw_f_each(s, [&](float product) { return product * (a.scale * TW_LOG2E); });
+    }
+    if (!a.bias) return;
 #pragma unroll
     for (u32 i = 0; i < TW_F_MT; i++)
 #pragma unroll
@@ -54,9 +71,8 @@ __device__ __forceinline__ void tw_f_extra(const TwAttn& a, TwScores& s, u32 hea
             for (u32 e = 0; e < 4; e++) {
                 const u32 row = tw_row<TW_F_MT>(i, e), col = 8 * j + threadIdx.x % 4 * 2 + e % 2;
                 const bool there = row < num_q && col < num_kv;
-                float slope;
-                s[i][j][e] = tw_score(a, s[i][j][e], there ? tw_bias(a, head, q_pos + row, kv_pos + col) : nullptr, slope);
-                s[i][j][e] *= TW_LOG2E;
+                const float bias = there ? *tw_bias(a, head, q_pos + row, kv_pos + col) : 0.0f;
+                s[i][j][e] = fmaf(bias, TW_LOG2E, s[i][j][e]);
             }
 }
 

@@ -220,20 +220,12 @@ __device__ __forceinline__ void tw_ha_issue_out(TwHaOut& o, const TwHaProbs& p, 
 
 // With extras: turns products into scores in base 2.
 __device__ __forceinline__ void tw_ha_scores(const TwAttn& a, TwHaScores& s, const TwPairTile& at) {
-#pragma unroll
-    for (u32 i = 0; i < TW_HA_N / 2; i++) {
-        float slope;
-        s[i] = at.score(a, s[i], tw_ha_row(i), tw_ha_col(i), slope);
-    }
+    tw_ha_pairs<true>(a, at).scores(s, [](u32, float) {});
 }
 
 // Zeroes probabilities that dropout drops. The factor of those that it keeps comes at the end.
 __device__ __forceinline__ void tw_ha_drop(const TwAttn& a, TwHaScores& p, const TwPairTile& at) {
-    const u64 seed = tw_drop_seed(a);
-#pragma unroll
-    for (u32 i = 0; i < TW_HA_N / 2; i++) {
-        if (!at.kept(a, seed, tw_ha_row(i), tw_ha_col(i))) p[i] = 0.0f;
-    }
+    tw_ha_pairs<true>(a, at).drop<TW_HA_N / 2>([&](u32 e, bool kept) { p[e] = kept ? p[e] : 0.0f; });
 }
 
 // Sets scores to -inf where the mask hides the pair or the key is behind the tile's last.

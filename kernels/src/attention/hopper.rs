@@ -60,7 +60,8 @@ impl HopperVariant {
     pub fn keys(&self) -> usize {
         match (self.dqk, self.extra) {
             (256, _) => 48,
-            (192, _) | (_, true) => 96,
+            (192, _) => 96,
+            (128, true) => 128,
             _ => 160,
         }
     }

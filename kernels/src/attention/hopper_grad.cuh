@@ -309,15 +309,12 @@ template <bool QUERIES, u32 SUMS, u32 Y, u32 STAGES, u32 SLOTS> struct TwGrad {
 
         // Turns products into scores in base 2.
         __device__ __forceinline__ void scores(const TwAttn& a, Scores& s, const TwPairTile& at) {
-            const u64 seed = tw_drop_seed(a);
+            const auto pairs = tw_ha_pairs<QUERIES>(a, at);
+            pairs.scores(s, [&](u32 e, float d) { slope[e] = d; });
+            const bool drops = a.drop_below != 0;
 #pragma unroll
-            for (u32& word : kept) word = 0;
-#pragma unroll
-            for (u32 e = 0; e < Y / 2; e++) {
-                const u32 i = QUERIES ? tw_ha_row(e) : tw_ha_col(e), j = QUERIES ? tw_ha_col(e) : tw_ha_row(e);
-                s[e] = at.score(a, s[e], i, j, slope[e]);
-                if (a.drop_below == 0 || at.kept(a, seed, i, j)) kept[e / 32] |= 1u << e % 32;
-            }
+            for (u32& word : kept) word = drops ? 0 : ~0u;
+            if (drops) pairs.template drop<Y / 2>([&](u32 e, bool keeps) { kept[e / 32] |= (u32)keeps << e % 32; });
         }
     };
 

@@ -57,12 +57,9 @@ template <u32 NUM> struct TwRing {
     }
 };
 
-// The row and the column of a lane's element `i` of a tile of sums.
-__device__ __forceinline__ u32 tw_ha_row(u32 i) {
-    return threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4 + i / 2 % 2 * 8;
-}
-__device__ __forceinline__ u32 tw_ha_col(u32 i) {
-    return i / 4 * 8 + threadIdx.x % 4 * 2 + i % 2;
+// This lane's elements of a tile of sums, with extras.
+template <bool QUERIES> __device__ __forceinline__ TwLanePairs<QUERIES> tw_ha_pairs(const TwAttn& a, const TwPairTile& at) {
+    return {a, at, threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4, threadIdx.x % 4 * 2};
 }
 
 // Loads D columns of head `head`, of ROWS rows from `row` on, of which `num` are there.
