@@ -31,8 +31,9 @@ impl Copies<'_> {
         self.signals.slot(if self.ring { DATA } else { DATA + chunk })
     }
 
-    /// Sends my shard to every peer, chunk by chunk, peers in rotated order; of a ring to the next
-    /// rank. `part` gives bytes of my shard to what it is called with.
+    /// Sends my shard to every peer, peers in rotated order, chunk by chunk: so the whole shard of
+    /// the rank before arrives first, and nobody waits for the last one (`schedule.rs`). Of a ring
+    /// it goes to the next rank alone. `part` gives bytes of my shard to what it is called with.
     pub fn push<T: Transport + ?Sized>(
         &self,
         (net, lane): (&T, &T::Lane),
@@ -42,24 +43,22 @@ impl Copies<'_> {
         let team = net.heap().team();
         let (me, next) = (team.rank(), neighbours(team.rank(), self.rows.len()).1);
         let first = range_of(self.rows, me).start;
-        for chunk in 0..self.chunks {
+        let send = |peer: Rank, chunk: usize| {
             let r = chunk_rows(self.rows, me, chunk, self.chunks);
             let (bytes, slot) = (self.bytes(&(r.start - first..r.end - first)), self.slot(chunk));
-            let at = self.gather.range(r.start * self.row, bytes.len());
-            part(bytes, &mut |part| {
-                if self.ring {
-                    // It is signalled to one rank alone, message by message: no total is made
-                    // ahead.
-                    return match next == me {
-                        true => Ok(()),
-                        false => net.put_signal(lane, permit, (next, at), part, slot, "push"),
-                    };
-                }
-                let put = |p| net.put_flag(lane, permit, (p, at), part, slot, "push");
-                team.peers().try_for_each(put)
-            })?;
+            let to = (peer, self.gather.range(r.start * self.row, bytes.len()));
+            part(bytes, &mut |part| match self.ring {
+                // It is signalled to one rank alone, message by message: no total is made ahead.
+                true => net.put_signal(lane, permit, to, part, slot, "push"),
+                false => net.put_flag(lane, permit, to, part, slot, "push"),
+            })
+        };
+        let shard = |peer| (0..self.chunks).try_for_each(|chunk| send(peer, chunk));
+        match self.ring {
+            true if next == me => Ok(()),
+            true => shard(next),
+            false => team.peers().try_for_each(shard),
         }
-        Ok(())
     }
 
     /// Of a ring: waits for what comes next, and calls `came` before it goes on to the next

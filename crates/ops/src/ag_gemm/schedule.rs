@@ -31,8 +31,10 @@ const RASTER_ROWS: usize = 12;
 /// Returns what rank `me` does, in order. `rows` are the rows of all ranks, `n` my columns;
 /// `whole_rows` asks for tiles over all columns (activations that pair columns).
 ///
-/// Owner of step `i` is `me + i`, of a ring `me - i`; step 0 is the own shard and needs no flag.
-/// Inside an owner: chunk by chunk, row tiles in groups of twelve over all columns.
+/// Owner of step `i` is `me - i`, whose shard is the `i`-th to arrive: every rank sends to `me + 1`
+/// first, then to `me + 2`, and so on; of a ring `me - i` is what comes in hop `i`. Step 0 is the own
+/// shard and needs no flag. Inside an owner: chunk by chunk, row tiles in groups of twelve over all
+/// columns.
 pub fn schedule(
     me: Rank,
     rows: &[usize],
@@ -46,8 +48,7 @@ pub fn schedule(
     let chunks = |owner: Rank| {
         (0..cfg.sub_chunks).map(move |c| (c, chunk_rows(rows, owner, c, cfg.sub_chunks)))
     };
-    let ring = cfg.algo == Algo::Ring;
-    let owners = (0..size).map(|i| me.offset(if ring { (size - i) % size } else { i }, size));
+    let owners = (0..size).map(|i| me.offset(size - i, size));
     if cfg.algo == Algo::Sequential {
         // NCCL has no flags: its work is done when the stream goes on.
         for src in owners.skip(1).filter(|_| cfg.via == Via::Puts) {
@@ -156,10 +157,10 @@ mod tests {
     }
 
     #[test]
-    fn own_rows_first_then_the_next_ranks() {
+    fn own_rows_first_then_those_of_the_ranks_before() {
         let cfg = OverlapConfig::of(Algo::Pipelined, 1);
         let tasks = schedule(Rank::new(1), &[2, 2, 2], 4, &cfg, false);
-        assert_eq!(waits(&tasks), [(2, 0), (0, 0)]);
+        assert_eq!(waits(&tasks), [(0, 0), (2, 0)]);
         assert_eq!(tasks[0], AgTask::Tile { rows: 2..4, cols: 0..4 });
     }
 

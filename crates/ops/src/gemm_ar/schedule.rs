@@ -6,7 +6,8 @@ use crate::common::ring::{self, Arrival};
 use crate::common::{Algo, OverlapConfig, chunk_rows};
 
 /// Reduced rows that arrive at rank `me`: chunk by chunk, as the owners finish them, sources from
-/// `me + 1` on; or, of a ring, from the rank before.
+/// `me - 1` backwards, as every owner sends to the next rank first; or, of a ring, from the rank
+/// before.
 pub(super) fn arrivals(me: Rank, rows: &[usize], cfg: &OverlapConfig) -> Vec<Arrival> {
     let (size, chunks) = (rows.len(), cfg.sub_chunks);
     if cfg.algo == Algo::Ring {
@@ -14,7 +15,7 @@ pub(super) fn arrivals(me: Rank, rows: &[usize], cfg: &OverlapConfig) -> Vec<Arr
     }
     let each = |chunk: usize| {
         (1..size).map(move |i| {
-            let src = me.offset(i, size);
+            let src = me.offset(size - i, size);
             let rows = chunk_rows(rows, src, chunk, chunks);
             Arrival { from: src, src, chunk, rows, last: chunk + 1 == chunks, passes: false }
         })
