@@ -97,12 +97,12 @@ fn attention_for_sm_90a_with_extras() {
             run(&g, &AttentionDesc { bias: bias(1), dropout, ..of_f16 });
         }
     }
-    // Not timed yet: `auto` has the portable kernels for them.
+    // `auto` takes it for them, too, where there are multiprocessors enough.
     let d = base(200, 64, DType::BF16, AttnMask::CAUSAL);
     let plan = AttentionPlan::new(AttentionDesc { softcap: Some(2.0), ..d }, None).unwrap();
     plan.prepare(&g.stream).unwrap();
-    let why = if is_emulated() { "too few" } else { "not timed yet" };
-    assert!(plan.explain().contains(why), "{}", plan.explain());
+    let takes = plan.explain().contains("kernels for sm_90a (dq");
+    assert_eq!(takes, !is_emulated(), "{}", plan.explain());
 }
 
 #[test]

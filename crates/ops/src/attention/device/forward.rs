@@ -108,15 +108,12 @@ pub(super) fn plain(d: &AttentionDesc) -> Plain {
 /// What the driver reports.
 pub(super) fn core_lacks(
     ctx: &CudaContext,
-    d: &AttentionDesc,
     (by, unfit): (AttnBackend, Option<String>),
 ) -> Result<Option<String>> {
-    let untimed =
-        || d.has_extras().then(|| "its softcap, bias and dropout are not timed yet".to_owned());
     Ok(match (by, unfit, Hopper::lacks(ctx)?) {
         (AttnBackend::Portable, ..) => Some("the portable ones were asked for".to_owned()),
         (_, Some(why), _) | (_, None, Some(why)) => Some(why),
-        (AttnBackend::Auto, None, None) => too_few_sms(ctx)?.or_else(untimed),
+        (AttnBackend::Auto, None, None) => too_few_sms(ctx)?,
         (AttnBackend::Hopper, None, None) => None,
     })
 }
@@ -173,7 +170,7 @@ impl Forward {
         d: &AttentionDesc,
         by: AttnBackend,
     ) -> Result<std::result::Result<Self, String>> {
-        match (core_lacks(ctx, d, (by, hopper::unfit(d)))?, by) {
+        match (core_lacks(ctx, (by, hopper::unfit(d)))?, by) {
             (Some(why), AttnBackend::Hopper) => return Err(not_by_hopper(&why)),
             (None, AttnBackend::Auto) if short(d) => {
                 return Ok(Err("its documents are short".to_owned()));

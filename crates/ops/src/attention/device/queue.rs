@@ -117,7 +117,7 @@ impl Backward {
         needs: &Needs,
         backend: AttnBackend,
     ) -> Result<Self> {
-        let core = match core_lacks(ctx, d, (backend, hopper_grad::unfit(d)))? {
+        let core = match core_lacks(ctx, (backend, hopper_grad::unfit(d)))? {
             Some(why) => Err(why),
             None => match Gradients::new(ctx, d) {
                 // Nothing to compile them with, and not shipped either.
