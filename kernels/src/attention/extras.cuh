@@ -21,9 +21,9 @@ __device__ __forceinline__ float tw_score(const TwAttn& a, float product, const 
     return bias ? z + *bias : z;
 }
 
-// The same for products of 16-bit operands: a softcap of which tanh has an error of a few 2^-23, and
-// scores in base 2. Kernels ask once for a tile whether there is one, and not for each element: with
-// a branch there, no element's loads and chains overlap with those of another.
+// The same for products of 16-bit operands: a softcap of which tanh has an error of a few 2^-23,
+// and scores in base 2. Kernels ask once for a tile whether there is one, and not for each element:
+// with a branch there, no element's loads and chains overlap with those of another.
 struct TwSoftcap {
     float in, out;
 

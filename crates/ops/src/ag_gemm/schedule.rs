@@ -31,10 +31,10 @@ const RASTER_ROWS: usize = 12;
 /// Returns what rank `me` does, in order. `rows` are the rows of all ranks, `n` my columns;
 /// `whole_rows` asks for tiles over all columns (activations that pair columns).
 ///
-/// Owner of step `i` is `me - i`, whose shard is the `i`-th to arrive: every rank sends to `me + 1`
-/// first, then to `me + 2`, and so on; of a ring `me - i` is what comes in hop `i`. Step 0 is the own
-/// shard and needs no flag. Inside an owner: chunk by chunk, row tiles in groups of twelve over all
-/// columns.
+/// Owner of step `i` is `me - i`, whose shard is the `i`-th to arrive: every rank sends to the next
+/// one first, then to the one behind, and so on; of a ring it is what comes in hop `i`. Step 0 is
+/// the own shard and needs no flag. Inside an owner: chunk by chunk, row tiles in groups of twelve
+/// over all columns.
 pub fn schedule(
     me: Rank,
     rows: &[usize],
