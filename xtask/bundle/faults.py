@@ -88,6 +88,8 @@ def bad_input(n):
         [*bare, *nccl, "--ranks", str(min(n, 2))],
         by_hint("NCCL", "NCCL_NVLS_ENABLE=0"),
     )
+    registers = ["env", "-u", "NCCL_GRAPH_REGISTER", *nccl, "--ranks", str(min(n, 2))]
+    yield Config("nccl-may-register", registers, by_hint("NCCL", "NCCL_GRAPH_REGISTER=0"))
     train = tilewire("train --backend vmm --task copy --steps 2 --ranks", str(min(n, 2)))
     yield Config("multicast-not-set-train", [*bare, *train], jit=True)
     yield Config(

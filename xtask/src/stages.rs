@@ -139,9 +139,11 @@ pub fn exec(root: &Path, program: &str, args: &[&str], limit: Duration) -> bool 
     }
 }
 
-/// NVLink multicast stays off in everything that is started from here.
-pub const OFF: [(&str, &str); 4] = [
+/// NVLink multicast stays off in everything that is started from here, and NCCL registers no memory
+/// of captured calls, else it is not opened.
+pub const OFF: [(&str, &str); 5] = [
     ("NCCL_NVLS_ENABLE", "0"),
+    ("NCCL_GRAPH_REGISTER", "0"),
     ("NVSHMEM_DISABLE_NVLS", "1"),
     ("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1"),
     ("CUBLASMP_DISABLE_MULTICAST", "1"),

@@ -38,13 +38,13 @@ pub const NO_MULTICAST: [(&str, &str); 4] = [
 /// `tilewire run -n N -- program args`: what to start, and how.
 ///
 /// Every rank gets the variables of `torchrun`, `TILEWIRE_RANK`, a fresh secret, the four variables
-/// that keep libraries off NVLink multicast, and `NCCL_GRAPH_REGISTER=0`, without which NCCL's sends
-/// and receives are not captured. The secret comes by a descriptor that
-/// wrappers hand on and the rank keeps from its own children; one that the user has set in
-/// `TILEWIRE_SECRET` is taken instead, and comes by that variable. The launcher serves the store
-/// that ranks meet at; `MASTER_PORT` is another port, free for torch. Each rank is the leader of a
-/// session and process group of its own, has no standard input, and is killed by the kernel if the
-/// launcher dies. If a rank fails, the others are ended: TERM, and KILL after the grace time.
+/// that keep libraries off NVLink multicast, and `NCCL_GRAPH_REGISTER=0`, without which NCCL is not
+/// opened. The secret comes by a descriptor that wrappers hand on and the rank keeps from its own
+/// children; one that the user has set in `TILEWIRE_SECRET` is taken instead, and comes by that
+/// variable. The launcher serves the store that ranks meet at; `MASTER_PORT` is another port, free
+/// for torch. Each rank is the leader of a session and process group of its own, has no standard
+/// input, and is killed by the kernel if the launcher dies. If a rank fails, the others are ended:
+/// TERM, and KILL after the grace time.
 #[derive(Clone, Debug)]
 pub struct Launch {
     /// Number of ranks, 1 to 64.
@@ -336,7 +336,7 @@ impl Launch {
             ("TORCHELASTIC_USE_AGENT_STORE", "False".to_owned()),
         ];
         vars.extend(NO_MULTICAST.map(|(k, v)| (k, v.to_owned())));
-        // Captured sends and receives need it (`device/src/cuda/nccl_api.rs`).
+        // Without it NCCL is not opened (`device/src/cuda/nccl_api.rs`).
         vars.push(("NCCL_GRAPH_REGISTER", "0".to_owned()));
         vars.push((mark::JOB, parts.job.clone()));
         let ours = vars.into_iter().map(|(k, v)| (k.to_owned(), v));

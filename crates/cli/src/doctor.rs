@@ -81,7 +81,7 @@ fn library(places: &Places, spec: &LibrarySpec) -> Finding {
             }
             Err(e) => {
                 let state =
-                    if is_multicast(&e) || is_old(spec, &e) { State::Warn } else { State::Fail };
+                    if lacks_variable(&e) || is_old(spec, &e) { State::Warn } else { State::Fail };
                 let text = format!("{}: {}", spec.name, e.message());
                 finding("library", state, text, e.get_hint().unwrap_or(spec.install))
             }
@@ -130,10 +130,12 @@ fn compiles() -> Result<String> {
     Nvrtc.version()
 }
 
-/// Nothing is wrong with a library that is not opened as long as it may use multicast.
-fn is_multicast(e: &Error) -> bool {
+/// Nothing is wrong with a library that is not opened as long as it may use multicast, or register
+/// memory of captured calls.
+fn lacks_variable(e: &Error) -> bool {
     let hint = e.get_hint().unwrap_or_default();
-    NO_MULTICAST.iter().any(|(name, want)| hint.contains(&format!("{name}={want}")))
+    let all = NO_MULTICAST.into_iter().chain([("NCCL_GRAPH_REGISTER", "0")]);
+    all.into_iter().any(|(name, want)| hint.contains(&format!("{name}={want}")))
 }
 
 /// Nor with one of a backend that nobody has to use, which opens and is of another version.

@@ -81,7 +81,9 @@ fn fake_with(args: &[&str], path: &Path, names: &[&str], more: &str) -> PathBuf 
 
 fn doctor(libraries: &[&Path], vars: &[(&str, &str)]) -> Output {
     let mut c = Command::new(env!("CARGO_BIN_EXE_tilewire"));
-    c.args(["doctor", "--json"]).envs([("NCCL_NVLS_ENABLE", "0"), ("NVSHMEM_DISABLE_NVLS", "1")]);
+    let safe =
+        [("NCCL_NVLS_ENABLE", "0"), ("NCCL_GRAPH_REGISTER", "0"), ("NVSHMEM_DISABLE_NVLS", "1")];
+    c.args(["doctor", "--json"]).envs(safe);
     for l in libraries {
         c.arg("--library").arg(l);
     }
@@ -192,6 +194,10 @@ fn a_file_that_is_no_library_fails_with_the_loaders_words() {
         let [state, text, remedy] = state(&o, name);
         assert!(state == "warn" && remedy.contains(want), "{state} {text}: {remedy}");
     }
+    // Nor one that may register the memory of one side of a captured transfer.
+    let o = doctor(&[], &[&vars[..], &[("NCCL_GRAPH_REGISTER", "1")]].concat());
+    let [state, text, remedy] = state(&o, "NCCL: ");
+    assert!(state == "warn" && remedy.contains("NCCL_GRAPH_REGISTER=0"), "{state} {text}");
 }
 
 /// A driver without devices.

@@ -6,7 +6,8 @@
 //! - [`NcclComm::abort`] ends what runs on the device: kernels poll its flag.
 //! - A communicator that is ours ends with its value. One that was adopted goes on: it is its
 //!   maker's.
-//! - The library is not opened unless `NCCL_NVLS_ENABLE=0` keeps it off NVLink multicast.
+//! - The library is not opened unless `NCCL_NVLS_ENABLE=0` keeps it off NVLink multicast, and
+//!   `NCCL_GRAPH_REGISTER=0` from registering one side of a captured transfer alone.
 
 use std::ffi::{c_int, c_void};
 use std::path::Path;
@@ -19,9 +20,7 @@ use tilewire_core::{DType, Error, ErrorKind, Result};
 use super::context::CudaContext;
 use super::library::Open;
 use super::library_search::{Found, NCCL};
-use super::nccl_api::{
-    Api, Code, Raw, RawConfig, RawWait, SUCCESS, WINDOW_SYMMETRIC, may_be_captured, text,
-};
+use super::nccl_api::{Api, Code, Raw, RawConfig, RawWait, SUCCESS, WINDOW_SYMMETRIC, text};
 use super::stream::CudaStream;
 
 /// Limit for a call that holds a communicator; then the communicator is aborted while the call is
@@ -359,8 +358,7 @@ impl NcclComm {
     ///
     /// # Errors
     /// `Aborted`; `InvalidArgument` for a stream of another device, or a type that cannot be added;
-    /// `Unsupported` for a captured send or receive without `NCCL_GRAPH_REGISTER=0`; what the
-    /// library reports.
+    /// what the library reports.
     pub unsafe fn queue(
         &self,
         stream: &CudaStream,
@@ -371,10 +369,6 @@ impl NcclComm {
             return Err(Error::invalid(
                 "the stream and the communicator belong to different devices",
             ));
-        }
-        let moves = |op: &NcclOp| matches!(op, NcclOp::Send { .. } | NcclOp::Recv { .. });
-        if ops.iter().any(moves) && stream.is_capturing() {
-            may_be_captured()?;
         }
         let handle = self.lock();
         let raw = self.live(&handle)?;

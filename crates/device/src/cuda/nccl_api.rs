@@ -131,6 +131,7 @@ impl Api {
         static STATE: InUse<Api> = InUse::new();
         let find = |named: Option<&Path>| {
             no_multicast(std::env::var(NO_MULTICAST).ok().as_deref())?;
+            registers_nothing(std::env::var(REGISTERS).ok().as_deref())?;
             Places::of_process().find(&NCCL, named)
         };
         STATE.get(named, find, Self::open)
@@ -239,27 +240,20 @@ fn no_multicast(set: Option<&str>) -> Result<()> {
     ))
 }
 
-/// Checks that a send or receive may be captured.
+/// Checks that NCCL registers no memory of captured calls.
 ///
-/// NCCL registers the memory of captured calls where it comes from `cuMemCreate`, each rank for
-/// itself. If only one side of a transfer is registered, the sender counts it as one step and the
-/// receiver as many (`sendIpcReg`, `recvIpcReg` of 2.28): from some megabytes on both wait without
-/// a deadline. Heaps are such memory, and tensors mostly are not.
-///
-/// # Errors
-/// `Unsupported` unless the variable keeps NCCL from it.
-pub(super) fn may_be_captured() -> Result<()> {
-    registers_nothing(std::env::var(REGISTERS).ok().as_deref())
-}
-
+/// It does so by itself where memory comes from `cuMemCreate`, each rank alone. If only one side of
+/// a send and its receive is registered, the sender counts one step and the receiver many
+/// (`sendIpcReg`, `recvIpcReg` of 2.28): from some megabytes on both wait without a deadline. Heaps
+/// are such memory, and tensors mostly are not.
 fn registers_nothing(set: Option<&str>) -> Result<()> {
     if set == Some("0") {
         return Ok(());
     }
-    let text = format!("NCCL's sends and receives are not captured unless {REGISTERS}=0");
-    Err(Error::new(ErrorKind::Unsupported, text).op("nccl").seen(set.unwrap_or("not set")).hint(
-        "set NCCL_GRAPH_REGISTER=0 before the program starts: where NCCL registers one side's \
-         memory alone, both wait for ever; `tilewire run` sets it",
+    let text = format!("NCCL is not opened unless {REGISTERS}=0");
+    Err(Error::new(ErrorKind::Unavailable, text).op("nccl").seen(set.unwrap_or("not set")).hint(
+        "set NCCL_GRAPH_REGISTER=0: where NCCL registers the memory of one side of a captured \
+         transfer alone, both wait for ever; `tilewire run` sets it",
     ))
 }
 
@@ -302,11 +296,11 @@ mod tests {
     }
 
     #[test]
-    fn captured_calls_must_not_be_registered() {
+    fn memory_of_captured_calls_must_not_be_registered() {
         registers_nothing(Some("0")).unwrap();
         for set in [None, Some("1"), Some("")] {
             let e = registers_nothing(set).unwrap_err();
-            assert!(e.is_unsupported() && e.get_hint().is_some_and(|h| h.contains("=0")), "{e}");
+            assert!(e.is_unavailable() && e.get_hint().is_some_and(|h| h.contains("=0")), "{e}");
         }
     }
 
