@@ -288,8 +288,8 @@ impl Heap {
     ///
     /// # Errors
     /// On all ranks, `Unavailable` if one has no NCCL or has not set `NCCL_NVLS_ENABLE=0` and
-    /// `NCCL_GRAPH_REGISTER=0`, and `Mismatch` if they have different ones; `Unsupported` for a heap
-    /// of the host, and if ranks share a GPU.
+    /// `NCCL_GRAPH_REGISTER=0`, and `Mismatch` if they have different ones; `Unsupported` for a
+    /// heap of the host, and if ranks share a GPU.
     pub fn nccl(&self) -> Result<Arc<NcclTeam>> {
         if let Some(n) = self.0.nccl.get() {
             return Ok(n.clone());
