@@ -44,7 +44,7 @@ __device__ __forceinline__ u64 tw_mix(u64 z) {
     return z ^ z >> 31;
 }
 
-// Whether dropout keeps a pair of global rows; `seed` is mixed.
+// What dropout mixes of a pair of global rows, and whether it keeps them; `seed` is mixed.
 #define TW_GOLDEN 0x9e3779b97f4a7c15ull
 __device__ __forceinline__ u64 tw_drop_word(const TwAttn& a, u64 seed, u32 head, u32 q_row, u32 kv_row) {
     const u64 at = (u64)(a.first_head + head) << 48 | (u64)q_row << 24 | kv_row;
