@@ -11,9 +11,8 @@ use crate::call::Call;
 use crate::ops::overlap::ag_plan;
 
 /// Microseconds of a launch of `ag_gemm` (on the CPU with its wait): the median of `times` that are
-/// timed one by one, and the mean of the fastest of seven rows of `times / 8`. With `gathered` it
-/// writes the gathered x, too, as a call does that has a gradient. Shapes as `ag_gemm`; all ranks
-/// call it.
+/// timed one by one, and the mean of the fastest of seven rows of `times / 8`. Shapes as `ag_gemm`;
+/// all ranks call it.
 #[pyfunction]
 pub fn launch_us(
     py: Python<'_>,
@@ -21,12 +20,10 @@ pub fn launch_us(
     x: &Bound<'_, PyAny>,
     w: &Bound<'_, PyAny>,
     out: &Bound<'_, PyAny>,
-    gathered: Option<&Bound<'_, PyAny>>,
     times: usize,
 ) -> PyResult<(f64, f64)> {
     let call = Call::new(py, "ag_gemm", world)?;
     let (x, w, out) = (call.tensor("x", x)?, call.tensor("w", w)?, call.tensor("out", out)?);
-    let gathered = call.optional("gathered", gathered)?;
     call.prepare(py, |stream| {
         let (m, n, k) = (out.shape().dim(0), w.shape().dim(0), w.shape().dim(1));
         let most = crate::keys::rounded(m / call.size()) * call.size();
@@ -34,7 +31,6 @@ pub fn launch_us(
         let plan = ag_plan(&call.member, (desc, None), stream)?;
         let launch = || -> Result<()> {
             let t = AgGemmInputs::new(x.clone(), w.clone(), out.clone());
-            let t = AgGemmInputs { gathered: gathered.clone(), ..t };
             let pending = plan.launch(stream, m, t)?;
             match call.device {
                 Device::Host => pending.wait().map(drop),

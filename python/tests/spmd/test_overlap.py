@@ -101,6 +101,44 @@ def test_gathered_x_has_a_gradient_of_its_own(world, device, gen):
             assert mw.grad is None
 
 
+@pytest.mark.parametrize("frozen", ["x", "w"])
+def test_one_operand_without_a_gradient(world, device, gen, frozen):
+    size, me, n, k = world.size, world.rank, 8, 16
+    m = 3 * size
+    x, w, dy = randn(gen, m, k), randn(gen, size * n, k), randn(gen, m, size * n)
+    own, cols = slice(3 * me, 3 * me + 3), slice(me * n, (me + 1) * n)
+    mx, mw = leaf(x[own], torch.float32, device), leaf(w[cols], torch.float32, device)
+    (mx if frozen == "x" else mw).requires_grad_(False)
+    (tw.ag_gemm(mx, mw) * dy[:, cols].to(device, torch.float32)).sum().backward()
+    if frozen == "x":
+        got, want = mw.grad, dy[:, cols].t() @ x
+    else:
+        got, want = mx.grad, (dy @ w)[own]
+    torch.testing.assert_close(got.cpu().double(), want, rtol=1e-4, atol=1e-4)
+    assert (mx if frozen == "x" else mw).grad is None
+
+
+def test_x_that_changes_before_the_backward_pass(world, device, gen):
+    """Several ranks keep the gathered x. One rank keeps x itself, and a change is an error."""
+    size, me, n, k = world.size, world.rank, 8, 16
+    m = 3 * size
+    x, w, dy = randn(gen, m, k), randn(gen, size * n, k), randn(gen, m, size * n)
+    own, cols = slice(3 * me, 3 * me + 3), slice(me * n, (me + 1) * n)
+    mx, mw = leaf(x[own], torch.float32, device), leaf(w[cols], torch.float32, device)
+    between = mx * 1.0
+    y = tw.ag_gemm(between, mw)
+    with torch.no_grad():
+        between.mul_(3.0)
+    loss = (y * dy[:, cols].to(device, torch.float32)).sum()
+    if size == 1:
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+        return
+    loss.backward()
+    want = dy[:, cols].t() @ x
+    torch.testing.assert_close(mw.grad.cpu().double(), want, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("m_per", [4, 3.5])
 def test_gemm_rs_and_its_gradients(world, device, gen, dtype, m_per):

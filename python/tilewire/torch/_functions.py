@@ -17,13 +17,16 @@ from ._world import handle_of
 class Differentiable(torch.autograd.Function):
     """An operation with a backward pass."""
 
+    def __init_subclass__(cls, **kw):
+        super().__init_subclass__(**kw)
+        # `apply` without its Python part, which binds defaults and looks for transforms of
+        # torch.func: ours have none and meet none (`_needs_grad`). A third of the cost.
+        cls._apply = super(torch.autograd.Function, cls).apply
+
     @classmethod
     def run(cls, *args):
-        """``apply`` without its Python part, which binds defaults and looks for transforms of
-        torch.func: ours have none and meet none (:func:`_needs_grad`). A third of the cost."""
-        if torch.compiler.is_compiling():
-            return cls.apply(*args)
-        return super(torch.autograd.Function, cls).apply(*args)
+        """``apply``, as fast as it goes."""
+        return (cls.apply if torch.compiler.is_compiling() else cls._apply)(*args)
 
 
 def _once():
@@ -160,13 +163,17 @@ class _AgGemm(Differentiable):
     @staticmethod
     def forward(ctx, x, w, bias, world, act, rows, algo, returned):
         ctx.set_materialize_grads(False)
-        needs_x, needs_w, needs_bias, *_ = ctx.needs_input_grad
+        needs_x, needs_w, needs_bias = ctx.needs_input_grad[:3]
         base, kn = _ops.weight_order(w)
         args = (x, base, _bias_of(bias, x), world, act, rows, kn, algo, needs_x)
-        if act is None:
-            (out, gathered), aux = _ops.ag_gemm_gather(*args, returned), None
-        else:
+        aux = None
+        if act is not None:
             out, gathered, aux = _ops.ag_gemm_aux(*args, returned)
+        elif returned or needs_w and _ops.size_of(world) > 1:
+            out, gathered = _ops.ag_gemm_gather(*args, returned)
+        else:
+            # One rank has gathered its own rows: nothing is copied for the gradient of w.
+            out, gathered = _ops.ag_gemm(*args), x
         ctx.save_for_backward(base, gathered if needs_w else None, aux)
         ctx.args = (world, act, rows, kn, algo)
         ctx.bias_dtype = bias.dtype if needs_bias else None
