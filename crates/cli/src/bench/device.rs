@@ -224,7 +224,7 @@ fn sent_rows(op: &str, m: usize, size: usize) -> usize {
 }
 
 /// Elements that are not what `want` says of their place, counted on several cores.
-fn count_wrong(got: &[f32], want: impl Fn(usize) -> f32 + Sync) -> u64 {
+pub(super) fn count_wrong(got: &[f32], want: impl Fn(usize) -> f32 + Sync) -> u64 {
     const THREADS: usize = 8;
     let len = got.len().div_ceil(THREADS).max(1 << 16);
     let want = &want;

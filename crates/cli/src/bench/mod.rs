@@ -4,7 +4,9 @@
 //! |---|---|
 //! | `parts.rs` | on the host, what has parts: comm+GEMM and the collectives, beside their parts |
 //! | `device.rs` | collectives on devices; how an operation is sampled, on the host, too |
-//! | `products.rs` | products, comm+GEMM on devices, attention |
+//! | `products.rs` | products, comm+GEMM on devices |
+//! | `grouped.rs` | grouped products |
+//! | `attention.rs`, `uniform.rs` | attention; its results where all weights are equal |
 //! | `bulk.rs` | a product beside a collective |
 //! | `ep.rs` | expert parallelism |
 //! | `memory.rs` | how operations are timed and judged that are bound by memory |
@@ -13,11 +15,13 @@
 //!
 //! `cmd.rs` runs, prints and compares; `flags.rs` says which operations read which flags.
 
+mod attention;
 mod bulk;
 pub mod cmd;
 mod device;
 mod ep;
 pub mod flags;
+mod grouped;
 mod layers;
 mod memory;
 mod parts;
@@ -26,3 +30,4 @@ mod products;
 mod quant;
 mod router;
 pub mod shared;
+mod uniform;

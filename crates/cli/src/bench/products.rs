@@ -1,4 +1,4 @@
-//! `tilewire bench` on GPUs of what multiplies: products, products beside a collective, attention.
+//! `tilewire bench` of what multiplies: products, and products beside a collective.
 //!
 //! Comm+GEMM operations have a row for each way, timed in the same run: `sequential` by our
 //! collective and by NCCL (the faster is `t_seq`), `pipelined` with several chunks, and what
@@ -9,22 +9,14 @@
 
 use std::ops::Range;
 
-use tilewire::core::Rng;
 use tilewire::ops::ag_gemm::{AgGemmDesc, AgGemmInputs, AgGemmPlan};
-use tilewire::ops::attention::{
-    AttentionDesc, AttentionPlan, AttnGrads, AttnInputs, AttnMask, AttnOut, AttnSaved, Sequences,
-};
 use tilewire::ops::collective::{
     CollectiveBackend, CollectiveDesc, CollectiveKind, CollectivePlan, ReduceOp,
 };
 use tilewire::ops::common::OverlapConfig;
-use tilewire::ops::cp_attention::{CpAttentionDesc, CpAttentionPlan, CpConfig, Strategy};
 use tilewire::ops::gemm::{GemmDesc, GemmInputs, GemmPlan};
 use tilewire::ops::gemm_ar::{GemmArDesc, GemmArPlan};
 use tilewire::ops::gemm_rs::{GemmRsDesc, GemmRsInputs, GemmRsPlan};
-use tilewire::ops::grouped_gemm::{
-    GroupedDesc, GroupedDgrad, GroupedFprop, GroupedGemmPlan, GroupedWgrad, Splits,
-};
 use tilewire::prelude::*;
 
 use super::device::{Bench, Heads};
@@ -35,9 +27,8 @@ pub(crate) const OPS: [&str; 8] =
     ["gemm", "grouped_gemm", "ag_gemm", "gemm_rs", "gemm_ar", "bulk", "attention", "cp_attention"];
 
 /// Columns of an operand repeat after so many: products are sums of so many terms, times [`times`].
-const PERIOD: usize = 8;
-/// Groups of grouped products, of random sizes.
-const GROUPS: usize = 32;
+pub(super) const PERIOD: usize = 8;
+
 enum Plan {
     Ag(AgGemmPlan),
     Rs(GemmRsPlan),
@@ -100,14 +91,14 @@ fn small(which: usize, i: usize, j: usize) -> f32 {
 }
 
 /// The first [`PERIOD`] columns of rows of operand `which`.
-fn columns(which: usize, rows: Range<usize>) -> Vec<[f32; PERIOD]> {
+pub(super) fn columns(which: usize, rows: Range<usize>) -> Vec<[f32; PERIOD]> {
     rows.map(|i| std::array::from_fn(|j| small(which, i, j))).collect()
 }
 
 /// Returns what the sum of one period is multiplied by in a product of `num` of them: a power of
 /// two, whose products need no more bits than that sum. At most 512, of which f16 holds the sum of
 /// fifteen ranks.
-fn times(num: usize) -> usize {
+pub(super) fn times(num: usize) -> usize {
     match num.is_multiple_of(2) {
         true => 1 << num.ilog2().min(9),
         false => 1,
@@ -122,7 +113,11 @@ fn turned(num: usize) -> usize {
 }
 
 /// A row of operand `which`, `num` times its first columns `row`.
-fn whole_row(which: usize, row: &[f32; PERIOD], num: usize) -> impl Iterator<Item = f32> {
+pub(super) fn whole_row(
+    which: usize,
+    row: &[f32; PERIOD],
+    num: usize,
+) -> impl Iterator<Item = f32> {
     let straight = num - if is_x(which) { turned(num) } else { 0 };
     (0..num).flat_map(move |i| row.map(|v| if i < straight { v } else { -v }))
 }
@@ -366,208 +361,6 @@ impl Bench<'_> {
                 Row { t_gemm_us: Some(t_gemm.us), t_comm_us, t_seq_us, spread_us, note, ..r }
             })
             .collect())
-    }
-
-    /// Products of groups with ends at random places: `m` rows in all. Not compared here.
-    fn grouped_rows(&self) -> Result<Vec<Row>> {
-        let (m, n, k) = self.sizes();
-        let mut rng = Rng::new(2);
-        let mut ends: Vec<i64> =
-            (1..GROUPS).map(|_| rng.below(m as u64 + 1) as i64).chain([m as i64]).collect();
-        ends.sort_unstable();
-        let ends = Tensor::from_slice(&ends, Shape::d1(GROUPS))?.to(&self.device)?;
-        let splits = Splits::ends(&ends);
-        let plan = GroupedGemmPlan::new(GroupedDesc::new(GROUPS, m, n, k, self.o.dtype))?;
-        plan.prepare(&self.stream)?;
-        let (x, dy, w) = (self.noise(m, k)?, self.noise(m, n)?, self.noise(GROUPS * n, k)?);
-        let (y, dx) = (
-            self.poisoned(self.o.dtype, Shape::d2(m, n))?,
-            self.poisoned(self.o.dtype, Shape::d2(m, k))?,
-        );
-        let dw = self.poisoned(DType::F32, Shape::d2(GROUPS * n, k))?;
-        let s = &self.stream;
-        let fprop = || {
-            let (x, w, splits, out) = ((&x).into(), (&w).into(), splits.clone(), y.clone());
-            let t = GroupedFprop { x, w, bias: None, splits, out, aux_out: None };
-            plan.fprop(s, t)?.join(s).map(|_| ())
-        };
-        let dgrad = || {
-            let (dy, w, splits, dx) = ((&dy).into(), (&w).into(), splits.clone(), dx.clone());
-            plan.dgrad(s, GroupedDgrad { dy, w, splits, dx })?.join(s).map(|_| ())
-        };
-        let wgrad = || {
-            let (x, dy, splits, dw) = ((&x).into(), (&dy).into(), splits.clone(), (&dw).into());
-            let t = GroupedWgrad { x, dy, splits, dw, mask: None, dbias: None };
-            plan.wgrad(s, t)?.join(s).map(|_| ())
-        };
-        let passes: [(&str, &dyn Fn() -> Result<()>); 3] =
-            [("fprop", &fprop), ("dgrad", &dgrad), ("wgrad", &wgrad)];
-        let shape = format!("groups={GROUPS} {}", self.shape_text());
-        let row = |(name, launch): (&str, &dyn Fn() -> Result<()>)| {
-            let t = self.time(launch)?;
-            let row = self.row(
-                &format!("grouped_gemm/{name}"),
-                shape.clone(),
-                t,
-                0,
-                tflops(self.flop(), t.us),
-            )?;
-            Ok(Row { t_gemm_us: Some(t.us), max_err: None, ..row })
-        };
-        passes.into_iter().map(row).collect()
-    }
-}
-
-/// Tensors of a forward and a backward pass over some rows.
-struct Pass {
-    x: AttnInputs,
-    out: Tensor,
-    lse: Tensor,
-    d_out: Tensor,
-    grads: AttnGrads,
-}
-
-impl Pass {
-    /// Random; with `flat` all values are one half, and so is every result.
-    fn new(b: &Bench<'_>, rows: usize, flat: bool) -> Result<Self> {
-        let h = Heads::of(b.o.backend);
-        let (q, kv) = (h.q * h.width, h.kv * h.width);
-        let v = match flat {
-            true => b.place(&vec![0.5; rows * kv], Shape::d2(rows, kv))?,
-            false => b.noise(rows, kv)?,
-        };
-        let x = AttnInputs::new(b.noise(rows, q)?, b.noise(rows, kv)?, v);
-        let like = |cols| b.poisoned(b.o.dtype, Shape::d2(rows, cols));
-        let grads = AttnGrads::new(like(q)?, like(kv)?, like(kv)?);
-        let lse = b.poisoned(DType::F32, Shape::d2(h.q, rows))?;
-        Ok(Self { x, out: like(q)?, lse, d_out: b.noise(rows, q)?, grads })
-    }
-
-    fn outputs(&self) -> AttnOut {
-        AttnOut { out: self.out.clone(), lse: self.lse.clone() }
-    }
-
-    fn saved(&self) -> AttnSaved {
-        let (out, lse, d_out) = (self.out.clone(), self.lse.clone(), self.d_out.clone());
-        AttnSaved { out, lse, d_out }
-    }
-
-    /// Results that are not the values' one half, but for rounding; and the largest error.
-    fn count_wrong(&self) -> Result<(u64, f64)> {
-        let errors: Vec<f32> = self.out.to_f32()?.iter().map(|v| (v - 0.5).abs()).collect();
-        // One that is no number is not among the good ones.
-        let wrong = errors.len() - errors.iter().filter(|e| **e <= 0.01).count();
-        Ok((wrong as u64, f64::from(errors.into_iter().fold(0.0, f32::max))))
-    }
-}
-
-impl Bench<'_> {
-    fn attention_desc(&self) -> AttentionDesc {
-        let h = Heads::of(self.o.backend);
-        let (m, num) = (self.sizes().0, self.o.documents);
-        let d = AttentionDesc::new(m, (h.q, h.kv), h.width, self.o.dtype, AttnMask::CAUSAL);
-        AttentionDesc { sequences: Sequences::batched(num, m / num, m / num), ..d }
-    }
-
-    /// Rows of both passes of an operation; `flop` of the forward pass on this rank.
-    fn passes(
-        &self,
-        op: &str,
-        rows: usize,
-        flop: f64,
-        fwd: impl Fn(&Pass) -> Result<()>,
-        bwd: impl Fn(&Pass) -> Result<()>,
-    ) -> Result<Vec<Row>> {
-        let flat = Pass::new(self, rows, true)?;
-        fwd(&flat)?;
-        self.stream.synchronize()?;
-        self.team.check()?;
-        let (wrong, mine) = flat.count_wrong()?;
-        let (wrong, worst) = (self.wrong(wrong)?, self.worst(mine)?);
-        drop(flat);
-        let p = Pass::new(self, rows, false)?;
-        let times =
-            [("fwd", self.time(|| fwd(&p))?, flop), ("bwd", self.time(|| bwd(&p))?, 2.5 * flop)];
-        let h = Heads::of(self.o.backend);
-        let packed = match self.o.documents {
-            1 => String::new(),
-            num => format!(" documents={num}"),
-        };
-        let shape = format!("m={} heads={}/{} d={}{packed}", self.sizes().0, h.q, h.kv, h.width);
-        let row = |(pass, t, flop): (&str, Time, f64)| {
-            let name = format!("{op}/{pass}");
-            // The backward pass is compared by `verify` only.
-            let r = self.row(&name, shape.clone(), t, wrong, tflops(flop, t.us))?;
-            Ok(Row { max_err: r.max_err.filter(|_| pass == "fwd").map(|_| worst), ..r })
-        };
-        times.into_iter().map(row).collect()
-    }
-
-    /// Two products of 2 m^2 d for each document of m rows, half of them visible.
-    fn attention_flop(&self) -> f64 {
-        let (m, h) = (self.sizes().0, Heads::of(self.o.backend));
-        2.0 * (m * m / self.o.documents) as f64 * (h.width * h.q) as f64
-    }
-
-    /// All rows on every GPU.
-    fn attention_rows(&self) -> Result<Vec<Row>> {
-        let plan = AttentionPlan::new(self.attention_desc(), None)?;
-        plan.prepare(&self.stream)?;
-        let s = &self.stream;
-        let fwd = |p: &Pass| plan.launch_fwd(s, &p.x, p.outputs())?.join(s).map(|_| ());
-        let bwd =
-            |p: &Pass| plan.launch_bwd(s, &p.x, p.saved(), p.grads.clone())?.join(s).map(|_| ());
-        self.passes("attention", self.sizes().0, self.attention_flop(), fwd, bwd)
-    }
-
-    fn cp_way(&self, strategy: Strategy, backend: CollectiveBackend) -> Result<Vec<Row>> {
-        let (desc, config) = (CpAttentionDesc::new(self.attention_desc()), CpConfig::of(strategy));
-        let plan = CpAttentionPlan::with_backend(desc, &self.heap, Some(config), backend)?;
-        plan.prepare(&self.stream)?;
-        let s = &self.stream;
-        let rows = plan.rows_q(None).iter().map(Range::len).sum();
-        let fwd = |p: &Pass| plan.launch_fwd(s, &p.x, p.outputs())?.join(s).map(|_| ());
-        let bwd =
-            |p: &Pass| plan.launch_bwd(s, &p.x, p.saved(), p.grads.clone())?.join(s).map(|_| ());
-        let way = if backend == CollectiveBackend::Nccl { "nccl" } else { "put" };
-        let name = format!("cp_attention/{strategy}/{way}");
-        let flop = self.attention_flop() / self.team.size() as f64;
-        let done = self.passes(&name, rows, flop, fwd, bwd)?;
-        drop(plan);
-        self.heap.collect()?;
-        Ok(done)
-    }
-
-    /// Each strategy by puts and gets and by NCCL. `t_gemm` is the rank's part of local attention
-    /// over all rows, `t_seq` the fastest through NCCL.
-    fn cp_rows(&self) -> Result<Vec<Row>> {
-        let size = self.team.size();
-        let local: Vec<_> = self.attention_rows()?.iter().map(|r| r.t_ours_us).collect();
-        let mut rows = Vec::new();
-        let h = Heads::of(self.o.backend);
-        let trades = h.q.is_multiple_of(size) && h.kv.is_multiple_of(size);
-        for strategy in [Strategy::Get, Strategy::AllGather, Strategy::AllToAll] {
-            if strategy == Strategy::AllToAll && !trades {
-                continue;
-            }
-            for backend in [CollectiveBackend::Put, CollectiveBackend::Nccl] {
-                match self.cp_way(strategy, backend) {
-                    Err(e) if e.is_unavailable() || e.is_unsupported() => {}
-                    r => rows.extend(r?),
-                }
-            }
-        }
-        let of = |pass: &str| {
-            let by_nccl = rows.iter().filter(|r| r.op.ends_with(&format!("nccl/{pass}")));
-            by_nccl.filter_map(|r| r.t_ours_us).min_by(f64::total_cmp)
-        };
-        let best = [of("fwd"), of("bwd")];
-        let with = |r: Row| {
-            let i = usize::from(r.op.ends_with("bwd"));
-            let t_gemm_us = local.get(i).copied().flatten().map(|us| us / size as f64);
-            Row { t_gemm_us, t_seq_us: best[i], ..r }
-        };
-        Ok(rows.into_iter().map(with).collect())
     }
 }
 
