@@ -15,6 +15,9 @@ pub struct Machine {
     pub weight_bytes_per_us: f64,
     /// A product takes as long as one whose rows are a multiple of this.
     pub tile_rows: usize,
+    /// Tiles that are multiplied at once: a product takes as long as one whose tiles are a multiple
+    /// of this. 0: its last tiles cost what the others do.
+    pub num_sms: usize,
     /// Rate of one link in bytes per microsecond.
     pub link_bytes_per_us: f64,
     /// One flag from a peer, or one launch, in microseconds.
@@ -28,6 +31,7 @@ impl Default for Machine {
             gemm_flop_per_us: 20_000.0,
             weight_bytes_per_us: f64::INFINITY,
             tile_rows: 1,
+            num_sms: 0,
             link_bytes_per_us: 5_000.0,
             latency_us: 5.0,
         }
@@ -75,6 +79,7 @@ impl Machine {
             gemm_flop_per_us: share * flop * clocks_per_us,
             weight_bytes_per_us: MEMORY_SHARE * rates.memory_bytes_per_us(),
             tile_rows: 128,
+            num_sms: ctx.num_sms()? as usize,
             link_bytes_per_us: LINK_BYTES_PER_US,
             latency_us: CHUNK_US,
         })
@@ -84,7 +89,59 @@ impl Machine {
     /// `weight_bytes`.
     pub(crate) fn gemm_us(&self, [m, n, k]: [usize; 3], weight_bytes: usize) -> f64 {
         let rows = m.next_multiple_of(self.tile_rows);
-        let flop = 2.0 * rows as f64 * n as f64 * k as f64;
+        let cols = match self.num_sms {
+            0 => n as f64,
+            sms => self.filled_cols(rows / self.tile_rows, n, sms),
+        };
+        let flop = 2.0 * rows as f64 * cols * k as f64;
         (flop / self.gemm_flop_per_us).max(weight_bytes as f64 / self.weight_bytes_per_us)
+    }
+
+    /// Columns of a product that takes as long and whose tiles fill each wave of multiprocessors:
+    /// at least `n`, by the width of tiles that wastes least.
+    fn filled_cols(&self, tiles_down: usize, n: usize, sms: usize) -> f64 {
+        let of = |(width, share): (usize, f64)| {
+            let waves = (tiles_down * n.div_ceil(width)).div_ceil(sms);
+            (waves * sms * width) as f64 / (share * tiles_down.max(1) as f64)
+        };
+        TILES.map(of).into_iter().fold(f64::INFINITY, f64::min).max(n as f64)
+    }
+}
+
+/// Columns of a tile of 128 rows, and the rate of products that it cuts evenly, as a part of the
+/// best one's (docs/lab/gemm.md).
+const TILES: [(usize, f64); 4] = [(320, 0.98), (256, 1.0), (192, 0.97), (128, 0.85)];
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const H200: Machine = Machine {
+        gemm_flop_per_us: 690e6,
+        weight_bytes_per_us: 4.2e6,
+        tile_rows: 128,
+        num_sms: 132,
+        link_bytes_per_us: 300e3,
+        latency_us: 20.0,
+    };
+
+    /// Parts of products beside the whole one, measured on four H200 and four H100
+    /// (docs/lab/gemm.md): 512 rows of gate_up fill 1.7 waves, 2048 rows of qkv one.
+    #[test]
+    fn the_last_wave_of_a_product_costs_a_whole_one() {
+        let of = |m, n, k| H200.gemm_us([m, n, k], 2 * n * k);
+        let parts = |rows: usize, n, k| 4.0 * of(rows / 4, n, k) / of(rows, n, k);
+        let gate_up = parts(2048, 14336, 8192);
+        assert!((1.1..1.2).contains(&gate_up), "{gate_up}");
+        for (rows, n, k) in [(8192, 2560, 8192), (8192, 8192, 7168), (8192, 14336, 8192)] {
+            let x = parts(rows, n, k);
+            assert!((0.95..1.06).contains(&x), "{rows} {n} {k}: {x}");
+        }
+        // Nothing is faster than the rate.
+        for (m, n, k) in [(1, 1, 1), (128, 320, 64), (16896, 256, 64), (8192, 8192, 8192)] {
+            assert!(of(m, n, k) >= 2.0 * (m * n * k) as f64 / H200.gemm_flop_per_us);
+        }
+        let even = of(128 * 132, 256, 8192) / (2.0 * (128.0 * 132.0 * 256.0 * 8192.0) / 690e6);
+        assert!((even - 1.0).abs() < 1e-9, "{even}");
     }
 }

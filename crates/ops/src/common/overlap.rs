@@ -292,6 +292,7 @@ mod tests {
             gemm_flop_per_us: 690e6,
             weight_bytes_per_us: 4.2e6,
             tile_rows: 128,
+            num_sms: 132,
             link_bytes_per_us: 300e3,
             latency_us: 20.0,
         };
@@ -318,5 +319,13 @@ mod tests {
             }
             assert_eq!(e.chosen.algo == Algo::Sequential, rows == 256, "{rows}: {e}");
         }
+        // Four ranks, 2048 rows: four products take a wave more than one, and hide no more than
+        // that (761 and 778 us on H200, 735 and 787 on H100). With 8192 rows they take as many.
+        let four = |rows: usize, n: usize| {
+            let wire = (rows * k) as f64 * 1.5;
+            Explain::predict("t".into(), ([rows, n, k], 2 * n * k), wire, 4, &m).chosen.algo
+        };
+        assert_eq!(four(2048, 14336), Algo::Sequential);
+        assert!(four(8192, 14336) == Algo::Pipelined && four(8192, 2560) == Algo::Pipelined);
     }
 }
