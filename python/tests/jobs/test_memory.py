@@ -25,7 +25,7 @@ def typed(what, e):
 
 
 def test_memory_that_lacks_for_a_call_is_exhausted_and_the_process_goes_on():
-    # What torch allocates for results fits; what the call widens to f32 does not.
+    # What torch allocates for results fits; what the call widens to f32, or computes in, does not.
     done = job(
         1,
         LIMITS
@@ -33,21 +33,34 @@ def test_memory_that_lacks_for_a_call_is_exhausted_and_the_process_goes_on():
 wide = torch.ones(8192, 4096, dtype=torch.bfloat16)
 w = torch.ones(1, 16, 4096, dtype=torch.bfloat16)
 splits = torch.tensor([8192])
+q = torch.ones(2048, 64, 128, requires_grad=True)
+attend = lambda: tw.attention(q, q, q, window=(3, 0))
+y = attend()
+world = tw.init(device="cpu")
+few, tall = torch.ones(8192, 2), torch.ones(2048, 2)
 calls = {
-    "quantize": lambda: tw.quantize(wide),
-    "grouped_gemm": lambda: tw.grouped_gemm(wide, w, splits),
+    "quantize": (80, lambda: tw.quantize(wide)),
+    "grouped_gemm": (80, lambda: tw.grouped_gemm(wide, w, splits)),
+    "attention": (100, attend),
+    "attention_bwd": (100 + 3 * 64, lambda: torch.autograd.grad(y.sum(), q, retain_graph=True)),
+    "gemm_ar": (100, lambda: tw.gemm_ar(few, tall)),
+    "ag_gemm": (100, lambda: tw.ag_gemm(few, tall)),
 }
-for what, call in calls.items():
+for what, (mib, call) in calls.items():
     # Its threads and its plan are there before the limit.
     call()
-    typed(what, under(80 << 20, call))
+    typed(what, under(mib << 20, call))
+    if what in ("gemm_ar", "ag_gemm"):
+        # An error inside a collective ends its world.
+        world.finalize()
+        world = tw.init(device="cpu")
     call()
 typed("heap", under(1 << 30, lambda: tw.init(device="cpu", heap_bytes=2 << 30)))
 tw.init(device="cpu", heap_bytes=2 << 30).finalize()
 """,
     )
     (out,) = all_good(done)
-    assert out.count("typed ") == 3 and "not typed" not in out, out
+    assert out.count("typed ") == 7 and "not typed" not in out, out
 
 
 def test_memory_that_one_rank_lacks_ends_the_team():

@@ -1,5 +1,6 @@
 //! Tensors of one launch, their checks, and access to them as f32.
 
+use tilewire_core::memory::filled_or_unwind;
 use tilewire_core::{DType, Error, Result, Shape};
 use tilewire_device::Tensor;
 
@@ -216,7 +217,7 @@ impl AttnSaved {
             self.d_out.read(|g| {
                 let (o, g) = (wide(d.out, o), wide(d.out, g));
                 let rows = o.len() / (hq * dv);
-                let mut delta = vec![0.0; hq * rows];
+                let mut delta = filled_or_unwind(0.0, hq * rows);
                 for (at, (o, g)) in o.chunks_exact(dv).zip(g.chunks_exact(dv)).enumerate() {
                     let sum = o.iter().zip(g).fold(0.0, |s, (o, g)| s + o * g);
                     delta[at % hq * rows + at / hq] = sum;

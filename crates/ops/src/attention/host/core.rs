@@ -3,6 +3,7 @@
 //! The running state of the forward pass (maximum, sum, accumulator) is kept by the caller, so that
 //! keys may come in any number of parts: nothing is ever merged from rounded partial results.
 
+use tilewire_core::memory::filled_or_unwind;
 use tilewire_core::{Result, Rng, convert_from_f32};
 use tilewire_device::Tensor;
 
@@ -55,9 +56,9 @@ impl State {
     pub fn new(dims: &Dims, rows: usize) -> Self {
         Self {
             rows,
-            acc: vec![0.0; dims.hq * rows * dims.dv],
-            max: vec![f32::NEG_INFINITY; dims.hq * rows],
-            sum: vec![0.0; dims.hq * rows],
+            acc: filled_or_unwind(0.0, dims.hq * rows * dims.dv),
+            max: filled_or_unwind(f32::NEG_INFINITY, dims.hq * rows),
+            sum: filled_or_unwind(0.0, dims.hq * rows),
         }
     }
 }
@@ -172,7 +173,7 @@ impl Core {
 
     /// Takes the keys of `slices` into the running state.
     pub fn forward(&self, x: &Operands<'_>, slices: &[Slice], st: &mut State) {
-        let mut scratch = vec![0.0f32; self.blocks.block_q * self.blocks.block_kv];
+        let mut scratch = filled_or_unwind(0.0f32, self.blocks.block_q * self.blocks.block_kv);
         for h in 0..self.dims.hq {
             self.tiles(slices, |t, vis| {
                 let s = &mut scratch[..t.num_q * t.num_kv];
@@ -227,8 +228,8 @@ impl Core {
         in_sequence: &[bool],
     ) -> (Vec<f32>, Vec<f32>) {
         let (hq, dv, rows) = (self.dims.hq, self.dims.dv, st.rows);
-        let mut out = vec![0.0; rows * hq * dv];
-        let mut lse = vec![f32::NEG_INFINITY; hq * rows];
+        let mut out = filled_or_unwind(0.0, rows * hq * dv);
+        let mut lse = filled_or_unwind(f32::NEG_INFINITY, hq * rows);
         for h in 0..hq {
             let sink = sink.map(|s| s[self.first_head + h]);
             for row in 0..rows {

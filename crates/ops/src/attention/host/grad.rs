@@ -7,6 +7,8 @@
 //! dsink -= exp(sink - lse_i) delta_i
 //! ```
 
+use tilewire_core::memory::filled_or_unwind;
+
 use super::core::{Core, Operands};
 use crate::attention::desc::Visible;
 use crate::attention::{BiasShape, Slice};
@@ -37,11 +39,11 @@ impl Grads {
         let len = |(b, _): &(BiasShape, Vec<f32>)| b.heads * b.sq * b.skv;
         let dbias = core.bias.as_ref().filter(|_| with_bias).map_or(0, len);
         Self {
-            dq: vec![0.0; core.dims.hq * rows * core.dims.dqk],
+            dq: filled_or_unwind(0.0, core.dims.hq * rows * core.dims.dqk),
             kv_rows: 0,
             dk: Vec::new(),
             dv: Vec::new(),
-            dbias: vec![0.0; dbias],
+            dbias: filled_or_unwind(0.0, dbias),
         }
     }
 
@@ -50,8 +52,14 @@ impl Grads {
         let d = &core.dims;
         self.kv_rows = kv_rows;
         for (x, dim) in [(&mut self.dk, d.dqk), (&mut self.dv, d.dv)] {
-            x.clear();
-            x.resize(d.hkv * kv_rows * dim, 0.0);
+            let len = d.hkv * kv_rows * dim;
+            match len > x.capacity() {
+                true => *x = filled_or_unwind(0.0, len),
+                false => {
+                    x.clear();
+                    x.resize(len, 0.0);
+                }
+            }
         }
     }
 }
@@ -75,8 +83,9 @@ impl Core {
     pub fn backward(&self, x: &Operands<'_>, up: &Upstream, slices: &[Slice], g: &mut Grads) {
         let tile = self.blocks.block_q * self.blocks.block_kv;
         let slope = if self.softcap.is_some() { tile } else { 0 };
-        let buf = || vec![0.0f32; tile];
-        let mut scratch = Scratch { p: buf(), dp: buf(), slope: vec![0.0; slope], kept: buf() };
+        let buf = || filled_or_unwind(0.0f32, tile);
+        let mut scratch =
+            Scratch { p: buf(), dp: buf(), slope: filled_or_unwind(0.0, slope), kept: buf() };
         for h in 0..self.dims.hq {
             self.tiles(slices, |t, vis| {
                 self.backward_tile(&Tile { h, t, vis }, (x, up), &mut scratch, g);
@@ -168,7 +177,7 @@ impl Core {
 
 /// `[heads, rows, d]` to `[rows, heads, d]`.
 pub(crate) fn rows_first(x: &[f32], heads: usize, rows: usize, d: usize) -> Vec<f32> {
-    let mut out = vec![0.0; x.len()];
+    let mut out = filled_or_unwind(0.0, x.len());
     for (at, src) in x.chunks_exact(d).enumerate() {
         let (h, row) = (at / rows, at % rows);
         out[(row * heads + h) * d..][..d].copy_from_slice(src);

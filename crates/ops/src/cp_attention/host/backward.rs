@@ -1,6 +1,7 @@
 //! The backward pass on the host: every rank publishes its parts of dk and dv, and the owner of a
 //! row adds the parts of all ranks in rank order.
 
+use tilewire_core::memory::filled;
 use tilewire_core::{DType, Result};
 use tilewire_device::Tensor;
 use tilewire_symm::Permit;
@@ -60,7 +61,7 @@ impl HostRun {
         let area = &self.sched.areas[group];
         let wanted = match s.adds() {
             true => self.sched.needed[group].clone(),
-            false => vec![true; area.len()],
+            false => filled(true, area.len())?,
         };
         let (buffer, places) = s.parts();
         let first = self.sched.dense(group).start;
@@ -91,7 +92,7 @@ impl HostRun {
     pub(super) fn get_parts(&self, permit: &Permit) -> Result<Box<[u8]>> {
         let s = &self.sizes;
         let stride = if s.fp8_parts() { s.packed_slot().1 } else { s.slot().0 };
-        let mut slots = vec![0; s.num_parts() * stride].into_boxed_slice();
+        let mut slots = filled(0, s.num_parts() * stride)?.into_boxed_slice();
         let t = self.transfers(permit);
         for list in self.pieces().parts() {
             t.get(self.ctx(), s.parts().0, &list, &mut *slots)?;
@@ -142,7 +143,7 @@ impl HostRun {
         self.ctx().compute("reduce")?;
         let (s, me) = (&self.sizes, self.ctx().rank().idx());
         for (i, (to, dim)) in [(&out.dk, s.dqk), (&out.dv, s.dv)].into_iter().enumerate() {
-            let mut sum = vec![0.0; self.rows.kv * s.all_kv * dim];
+            let mut sum = filled(0.0, self.rows.kv * s.all_kv * dim)?;
             for part in 0..s.num_parts() {
                 match own {
                     Some(own) if part == me => add(&mut sum, &own[i]),

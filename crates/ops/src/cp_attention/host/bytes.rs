@@ -2,13 +2,14 @@
 
 use std::ops::Range;
 
+use tilewire_core::memory::filled_or_unwind;
 use tilewire_core::{DType, convert_from_f32};
 
 use crate::common::wide;
 
 /// Returns `values` as elements of `dtype`.
 pub(super) fn narrow(dtype: DType, values: &[f32]) -> Vec<u8> {
-    let mut out = vec![0; values.len() * dtype.size()];
+    let mut out = filled_or_unwind(0, values.len() * dtype.size());
     convert_from_f32(dtype, values, &mut out);
     out
 }
@@ -30,9 +31,9 @@ pub(super) fn widen(dtype: DType, codes: &[u8], scales: Option<&[u8]>, dim: usiz
 pub(super) fn quantise(dtype: DType, values: &[f32], dim: usize) -> [Vec<u8>; 2] {
     let max = dtype.max_finite() as f32;
     let scales: Vec<f32> = values.chunks_exact(dim).map(|x| scale_of(x, max)).collect();
-    let mut codes = Vec::with_capacity(values.len());
-    for (x, &s) in values.chunks_exact(dim).zip(&scales) {
-        codes.extend(x.iter().map(|v| v / s));
+    let mut codes = filled_or_unwind(0.0, values.len());
+    for ((to, x), s) in codes.chunks_exact_mut(dim).zip(values.chunks_exact(dim)).zip(&scales) {
+        to.iter_mut().zip(x).for_each(|(to, v)| *to = v / s);
     }
     [narrow(dtype, &codes), narrow(DType::F32, &scales)]
 }

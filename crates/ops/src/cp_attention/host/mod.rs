@@ -10,6 +10,7 @@ mod bytes;
 
 use std::sync::Arc;
 
+use tilewire_core::memory::{filled, filled_or_unwind};
 use tilewire_core::{DType, Result};
 use tilewire_device::Tensor;
 use tilewire_symm::{Enter, HostTransport, OpCtx, Permit, Signals, SymBuf};
@@ -74,11 +75,15 @@ enum Keys {
 
 /// Returns memory full of poison, so that unwritten bytes show in the result.
 fn poisoned(len: usize) -> Box<[u8]> {
-    vec![DType::POISON; len].into_boxed_slice()
+    filled_or_unwind(DType::POISON, len).into_boxed_slice()
 }
 
 fn bytes_of(t: &Tensor) -> Result<Box<[u8]>> {
-    t.read(|b| b.into())
+    t.read(|b| {
+        let mut all = filled(0, b.len())?;
+        all.copy_from_slice(b);
+        Ok(all.into_boxed_slice())
+    })?
 }
 
 impl HostRun {

@@ -2,6 +2,7 @@
 
 use std::borrow::Cow;
 
+use tilewire_core::memory::filled;
 use tilewire_core::{Result, convert_from_f32};
 
 use super::{AOrder, Activation, BOrder, GemmDesc, GemmInputs};
@@ -131,14 +132,14 @@ pub(crate) fn activate_row(act: Activation, x: &[f32], aux: &[f32], out: &mut [f
 
 /// The whole product with its epilogue, on this thread.
 pub(super) fn run(d: &GemmDesc, m: usize, t: &GemmInputs) -> Result<()> {
-    let mut acc = vec![0.0; m * d.n];
+    let mut acc = filled(0.0, m * d.n)?;
     t.a.with_wide(|a| {
         let a = match d.a_order {
             AOrder::Mk => Mat::rows(a, d.k),
             AOrder::Km => Mat::rows(a, m).t(),
         };
         if let Some(bgrad) = &t.bgrad {
-            let mut sums = vec![0.0; m];
+            let mut sums = filled(0.0, m)?;
             row_sums(m, d.k, a, &mut sums);
             bgrad.write(|b| b.copy_from_slice(bytemuck::cast_slice(&sums)))?;
         }
@@ -167,7 +168,7 @@ fn finish(d: &GemmDesc, m: usize, t: &GemmInputs, acc: &mut [f32]) -> Result<()>
         None => Cow::Borrowed(&[][..]),
     };
     let (cols, aux_cols) = (act.out_cols(d.n), act.aux_cols(d.n));
-    let mut rows = vec![0.0; m * cols];
+    let mut rows = filled(0.0, m * cols)?;
     for i in 0..m {
         let saved = if aux.is_empty() { &[] } else { &aux[i * aux_cols..][..aux_cols] };
         activate_row(act, &acc[i * d.n..][..d.n], saved, &mut rows[i * cols..][..cols]);
