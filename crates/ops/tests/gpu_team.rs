@@ -53,6 +53,8 @@ mod processes;
 mod team_ops;
 #[path = "gpu/watch.rs"]
 mod watch;
+#[path = "gpu/whole.rs"]
+mod whole;
 
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};

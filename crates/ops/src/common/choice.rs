@@ -84,6 +84,12 @@ impl Choice {
         self.given.map_or_else(GemmBackend::default, |c| c.kernel)
     }
 
+    /// Returns whether the configuration in use may be one that `is` accepts: the caller's, or any
+    /// where `prepare` chooses.
+    pub fn may_be(&self, is: impl FnOnce(&OverlapConfig) -> bool) -> bool {
+        self.given.as_ref().is_none_or(is)
+    }
+
     /// Returns the most chunks of a shard. On a device each of them has a flag of its own.
     pub fn max_chunks(&self) -> usize {
         self.given.map_or(MOST_CANDIDATE_CHUNKS, |c| c.sub_chunks)

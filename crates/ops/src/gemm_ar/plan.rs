@@ -24,6 +24,8 @@ pub struct GemmArPlan {
     gather: SymBuf,
     signals: Arc<Signals>,
     choice: Choice,
+    /// The most bytes of one product of all rows, in f32.
+    most_whole: usize,
     machine: Machine,
     /// On a heap in device memory, made by `prepare`.
     device: OnceLock<Prepared>,
@@ -42,6 +44,21 @@ impl GemmArPlan {
     /// `InvalidArgument`, `Unsupported`, `Unavailable` for the description or the algorithm;
     /// `Exhausted` if the heap is too small.
     pub fn new(desc: GemmArDesc, heap: &Heap, config: Option<OverlapConfig>) -> Result<Self> {
+        Self::with_whole(desc, heap, config, device::MOST_WHOLE_BYTES)
+    }
+
+    /// Makes a plan as [`GemmArPlan::new`], for tests: on a device `sequential` by puts is one
+    /// product of all rows up to so many bytes of them in f32.
+    ///
+    /// # Errors
+    /// As [`GemmArPlan::new`].
+    #[doc(hidden)]
+    pub fn with_whole(
+        desc: GemmArDesc,
+        heap: &Heap,
+        config: Option<OverlapConfig>,
+        most_whole: usize,
+    ) -> Result<Self> {
         let size = heap.team().size();
         desc.check(size).map_err(|e| e.op("gemm_ar"))?;
         let choice = Choice::new(config, heap).map_err(|e| e.op("gemm_ar"))?;
@@ -53,7 +70,7 @@ impl GemmArPlan {
         let text = format!("{} {} {}", d.common(), d.out, choice.text());
         let core = PlanCore::new("gemm_ar", heap, text)?.using([&slots, &gather], [&signals]);
         let (machine, device) = (Machine::of(&heap.device(), desc.0.x)?, OnceLock::new());
-        Ok(Self { desc, core, slots, gather, signals, choice, machine, device })
+        Ok(Self { desc, core, slots, gather, signals, choice, most_whole, machine, device })
     }
 
     /// Collective: must be called by all ranks before the first launch.
@@ -61,9 +78,8 @@ impl GemmArPlan {
     /// # Errors
     /// `Mismatch` if the ranks' plans differ.
     pub fn prepare(&self, stream: &Stream) -> Result<()> {
-        let make = |lane: &Lane| {
-            Prepared::new(lane, &self.desc.0, self.core.team().size(), self.choice.kernel())
-        };
+        let how = (&self.choice, self.most_whole);
+        let make = |lane: &Lane| Prepared::new(lane, &self.desc.0, self.core.team().size(), how);
         self.core.prepare_made(stream, (&self.device, make), || {
             self.core.choose(&self.choice, || self.candidates())?;
             let Some(p) = self.device.get() else { return Ok(()) };
@@ -92,7 +108,7 @@ impl GemmArPlan {
         let mut e = self.candidates();
         e.chosen = self.choice.get().unwrap_or(e.chosen);
         if let Some(p) = self.device.get() {
-            e.what = format!("{}\n{}", e.what, p.explain());
+            e.what = format!("{}\n{}", e.what, p.explain(&e.chosen));
         }
         e
     }

@@ -24,6 +24,8 @@ pub struct GemmRsPlan {
     slots: SymBuf,
     signals: Arc<Signals>,
     choice: Choice,
+    /// The most bytes of one product of all rows, in f32.
+    most_whole: usize,
     machine: Machine,
     /// On a heap in device memory, made by `prepare`.
     device: OnceLock<Prepared>,
@@ -42,6 +44,21 @@ impl GemmRsPlan {
     /// `InvalidArgument`, `Unsupported`, `Unavailable` for the description or the algorithm;
     /// `Exhausted` if the heap is too small.
     pub fn new(desc: GemmRsDesc, heap: &Heap, config: Option<OverlapConfig>) -> Result<Self> {
+        Self::with_whole(desc, heap, config, device::MOST_WHOLE_BYTES)
+    }
+
+    /// Makes a plan as [`GemmRsPlan::new`], for tests: on a device `sequential` by puts is one
+    /// product of all rows up to so many bytes of them in f32.
+    ///
+    /// # Errors
+    /// As [`GemmRsPlan::new`].
+    #[doc(hidden)]
+    pub fn with_whole(
+        desc: GemmRsDesc,
+        heap: &Heap,
+        config: Option<OverlapConfig>,
+        most_whole: usize,
+    ) -> Result<Self> {
         let size = heap.team().size();
         desc.check(size).map_err(|e| e.op("gemm_rs"))?;
         let choice = Choice::new(config, heap).map_err(|e| e.op("gemm_rs"))?;
@@ -52,7 +69,7 @@ impl GemmRsPlan {
             PlanCore::new("gemm_rs", heap, format_args!("{} {}", desc.common(), choice.text()))?
                 .using([&slots], [&signals]);
         let (machine, device) = (Machine::of(&heap.device(), desc.x)?, OnceLock::new());
-        Ok(Self { desc, core, slots, signals, choice, machine, device })
+        Ok(Self { desc, core, slots, signals, choice, most_whole, machine, device })
     }
 
     /// Collective: must be called by all ranks before the first launch.
@@ -60,9 +77,8 @@ impl GemmRsPlan {
     /// # Errors
     /// `Mismatch` if the ranks' plans differ.
     pub fn prepare(&self, stream: &Stream) -> Result<()> {
-        let make = |lane: &Lane| {
-            Prepared::new(lane, &self.desc, self.core.team().size(), self.choice.kernel())
-        };
+        let how = (&self.choice, self.most_whole);
+        let make = |lane: &Lane| Prepared::new(lane, &self.desc, self.core.team().size(), how);
         let team = self.core.team();
         self.core.prepare_made(stream, (&self.device, make), || {
             self.core
@@ -89,7 +105,7 @@ impl GemmRsPlan {
         let mut e = explain(&self.desc, self.core.team().size(), 1.0, &self.machine);
         e.chosen = self.choice.get().unwrap_or(e.chosen);
         if let Some(p) = self.device.get() {
-            e.what = format!("{}\n{}", e.what, p.explain());
+            e.what = format!("{}\n{}", e.what, p.explain(&e.chosen));
         }
         e
     }
@@ -159,7 +175,8 @@ impl GemmRsPlan {
     }
 }
 
-/// `wire_factor`: 1 for the scatter alone, 2 with the gather of an all-reduce.
+/// `wire_factor`: 1 for the scatter alone, 2 with the gather of an all-reduce. `Sequential` counts
+/// as one product; where it is one for each owner, its rows are so many that weights do not count.
 pub(crate) fn explain(d: &GemmRsDesc, size: usize, wire_factor: f64, machine: &Machine) -> Explain {
     let wire = wire_factor * (d.m * d.n * d.wire.size() * (size - 1)) as f64 / size as f64;
     let product = ([d.m, d.n, d.k], d.n * d.k * d.w.size());

@@ -10,7 +10,7 @@ pub fn of(f: impl FnOnce()) -> Vec<String> {
 }
 
 /// What is noted in a file of this kind: in `.all` the idle driver's names of all of its functions
-/// that were called.
+/// that were called, in `.kernels` those of the kernels that were launched.
 pub fn noted(kind: &str, f: impl FnOnce()) -> Vec<String> {
     let Some(file) = file(kind) else {
         f();

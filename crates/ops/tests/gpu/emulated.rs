@@ -12,7 +12,7 @@ use crate::DEVICES;
 use crate::driver::Driver;
 
 /// A test, with how many devices, and which operations where it asks.
-const RUNS: [(&str, usize, &str); 21] = [
+const RUNS: [(&str, usize, &str); 23] = [
     ("every_operation_computes", 3, "0-3"),
     ("every_operation_computes", 4, "6-29"),
     ("every_operation_computes", 3, "36-39"),
@@ -23,6 +23,8 @@ const RUNS: [(&str, usize, &str); 21] = [
     ("heaps::tensors_over_symmetric_memory_are_that_memory", 3, ""),
     ("heaps::errors_about_a_peer_name_its_rank_in_the_world", 2, ""),
     ("a_bias_of_the_type_of_the_results_gives_the_bits_of_an_f32_bias", 2, ""),
+    ("whole::one_product_of_all_rows_has_the_bits_of_the_definition", 2, ""),
+    ("whole::one_product_of_all_rows_has_the_bits_of_the_definition", 3, ""),
     ("replays_with_changed_inputs_equal_eager_launches", 3, "0-5"),
     ("replays_with_changed_inputs_equal_eager_launches", 4, "14-15"),
     ("a_rank_that_never_launches_is_named_and_outputs_are_poison", 3, "0-2"),

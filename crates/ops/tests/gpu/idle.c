@@ -7,24 +7,27 @@
 // TW_IDLE_VARIES no two reads are the same.
 //
 // Every call from outside is noted in TW_CALLS_DIR/<thread id>.all, if there is that file: the compiler's
-// `-finstrument-functions` calls these two hooks.
+// `-finstrument-functions` calls these two hooks. Kernels that are launched are noted by name in <thread id>.kernels.
 #include <dlfcn.h>
 #include <fcntl.h>
 enum { MAX_GRAPHS = 4096, MAX_KEPT = 64 };
 
 #define HOOK __attribute__((no_instrument_function, visibility("hidden"))) void
 static __thread int depth;
-HOOK __cyg_profile_func_enter(void* function, void* site) {
+HOOK note(const char* kind, const char* what) {
     const char* dir = getenv("TW_CALLS_DIR");
     char path[512];
-    Dl_info found;
-    (void)site;
-    if (depth++ || !dir) return;
-    if (snprintf(path, sizeof path, "%s/%d.all", dir, gettid()) >= (int)sizeof path) return;
+    if (!dir || snprintf(path, sizeof path, "%s/%d.%s", dir, gettid(), kind) >= (int)sizeof path) return;
     int fd = open(path, O_WRONLY | O_APPEND);
     if (fd < 0) return;
-    if (dladdr(function, &found) && found.dli_sname) dprintf(fd, "%s\n", found.dli_sname);
+    dprintf(fd, "%s\n", what);
     close(fd);
+}
+HOOK __cyg_profile_func_enter(void* function, void* site) {
+    Dl_info found;
+    (void)site;
+    if (depth++) return;
+    if (dladdr(function, &found) && found.dli_sname) note("all", found.dli_sname);
 }
 HOOK __cyg_profile_func_exit(void* function, void* site) { (void)function, (void)site, depth--; }
 
@@ -176,13 +179,17 @@ int cuLaunchKernel(const char* name, unsigned x, unsigned y, unsigned z, unsigne
                    Stream* s, void** args, void** extra) {
     (void)x, (void)y, (void)z, (void)a, (void)b, (void)c, (void)shared, (void)extra;
     s = stream(s);
+    note("kernels", name);
     if (strcmp(name, "tw_link_delay") == 0 && !s->capture) {
         s->busy = now() + *(u64*)args[1];
         busy_until[device()] = s->busy;
     }
     return OK;
 }
-int cuLaunchKernelEx(const void* how, void* f, void** args, void** extra) { return (void)how, (void)f, (void)args, (void)extra, OK; }
+int cuLaunchKernelEx(const void* how, const char* name, void** args, void** extra) {
+    (void)how, (void)args, (void)extra;
+    return note("kernels", name), OK;
+}
 int cuTensorMapEncodeTiled(void* out) { return (void)out, OK; }
 int cuGetErrorName(int code, const char** out) { return (void)code, *out = "IDLE", OK; }
 int cuGetErrorString(int code, const char** out) { return (void)code, *out = "an idle driver says no", OK; }

@@ -20,10 +20,11 @@ const LACKING: &str = "lacking::a_rank_without_memory_at_prepare_is_named_and_th
 const CALLS: &str = "launches::launches_neither_allocate_nor_wait";
 const BORROWED: &str = "borrowed::a_borrow_ends_at_once_and_what_it_used_behind_its_work";
 const FEW: &str = "launches::a_launch_and_its_wait_call_the_driver_rarely";
+const ONE: &str = "whole::sequential_by_puts_is_one_product";
 
 /// A test, with how many devices (which divide 12, as some heads are), and which operations where
 /// not all.
-const RUNS: [(&str, usize, Option<&str>); 12] = [
+const RUNS: [(&str, usize, Option<&str>); 14] = [
     (DROPPED, 2, None),
     (DROPPED, 6, None),
     ("heaps::devices_are_left_in_any_order", 3, Some("14-19")),
@@ -37,6 +38,8 @@ const RUNS: [(&str, usize, Option<&str>); 12] = [
     (BORROWED, 2, None),
     (FEW, 2, Some("0-3")),
     (FEW, 2, Some("6-29")),
+    (ONE, 2, None),
+    (ONE, 6, None),
 ];
 
 #[test]
@@ -64,7 +67,7 @@ fn host_code_runs_on_idle_devices() {
             .env(IDLE, "1")
             .env("TW_RANKS", devices.to_string());
         ops.map(|ops| run.env("TW_TEAM_OPS", ops));
-        if test == FEW {
+        if [FEW, ONE].contains(&test) {
             run.env("TW_COUNTS", "1");
         }
         if test == CALLS {

@@ -3,7 +3,10 @@
 //!
 //! A chunk lies in its slot as it was computed: rows of all columns, in the wire's type. My own
 //! part stays f32 until it is added. FP8 operands are widened to f32 first, W with the scale.
-//! Through NCCL it is one GEMM and one collective.
+//! `sequential` is one GEMM of all rows where its f32 is not too large (`whole.rs`). Through NCCL
+//! it is one GEMM and one collective.
+
+mod whole;
 
 use std::ops::Range;
 
@@ -23,38 +26,55 @@ use crate::common::lanes::{Lane, Lanes, Poison, Slots};
 use crate::common::nccl::ByNccl;
 use crate::common::reduce::{Reducer, Sum};
 use crate::common::ring::Arrival;
-use crate::common::{Algo, OverlapConfig, PlanCore, Via, range_of};
+use crate::common::{Algo, Choice, OverlapConfig, PlanCore, Via, range_of};
 use crate::gemm::device::{GemmKernels, Matrix, Product, unscaled};
 use crate::gemm::device::{Widened, kernel_desc};
-use crate::gemm::{BOrder, GemmBackend, GemmDesc};
+use crate::gemm::{BOrder, GemmDesc};
+
+pub(crate) use whole::MOST_BYTES as MOST_WHOLE_BYTES;
+use whole::Whole;
 
 /// The kernels and workspace that `prepare` makes.
 pub(crate) struct Prepared {
     /// Peers' rows, in the wire's type.
     theirs: GemmKernels,
-    /// My rows, in f32.
+    /// My rows, in f32, or all rows.
     mine: GemmKernels,
     reducer: Reducer,
     /// Products on their way to peers: `[m, n]` of the wire's type.
     partial: CudaMemory,
     /// My rows: `[slot_rows, n]` f32.
     own: CudaMemory,
+    /// If the plan may be `sequential` by puts, and all rows in f32 are not too large.
+    whole: Option<Whole>,
     /// With FP8 operands.
     widened: Option<Widened>,
     nccl: ByNccl,
 }
 
 impl Prepared {
-    pub fn new(lane: &Lane, d: &GemmRsDesc, size: usize, kernel: GemmBackend) -> Result<Self> {
+    /// `most_whole` is the most bytes of all rows in f32.
+    pub fn new(
+        lane: &Lane,
+        d: &GemmRsDesc,
+        size: usize,
+        (choice, most_whole): (&Choice, usize),
+    ) -> Result<Self> {
         let ctx = lane.context();
         let desc = kernel_desc(&d.gemm());
-        let gemm = |out| GemmKernels::new(ctx, &GemmDesc { out, ..desc }, kernel);
+        let gemm = |out| GemmKernels::new(ctx, &GemmDesc { out, ..desc }, choice.kernel());
+        let partial = workspace(ctx, d.m * d.n * d.wire.size())?;
+        let whole = match choice.may_be(is_whole) {
+            true => Whole::of(ctx, d, &partial, most_whole)?,
+            false => None,
+        };
         Ok(Self {
             theirs: gemm(d.wire)?,
             mine: gemm(DType::F32)?,
             reducer: Reducer::new(ctx, [d.wire, DType::F32, d.out])?,
-            partial: workspace(ctx, d.m * d.n * d.wire.size())?,
+            partial,
             own: workspace(ctx, slot_rows(d, size) * d.n * 4)?,
+            whole,
             widened: Widened::of(ctx, &d.gemm())?,
             nccl: ByNccl::default(),
         })
@@ -93,12 +113,26 @@ impl Prepared {
         self.mine.agree(team)
     }
 
-    pub fn explain(&self) -> String {
+    /// Returns the product of all rows, if launches of `config` are made of it.
+    fn whole(&self, config: &OverlapConfig) -> Option<&Whole> {
+        self.whole.as_ref().filter(|_| is_whole(config))
+    }
+
+    pub fn explain(&self, config: &OverlapConfig) -> String {
         if let Some(n) = self.nccl.explain() {
             return format!("{}\nsum: {n}", self.theirs.explain());
         }
+        if let Some(whole) = self.whole(config) {
+            return format!("{}\n{}", self.mine.explain(), whole.explain());
+        }
         format!("{}\nmine: {}", self.theirs.explain(), self.mine.explain())
     }
+}
+
+/// Returns whether all products of a launch come before all transfers, and rows travel as they are
+/// computed: then they can be one product. NCCL's is one by itself.
+fn is_whole(config: &OverlapConfig) -> bool {
+    config.algo == Algo::Sequential && config.via == Via::Puts
 }
 
 /// The schedule of one launch.
@@ -177,7 +211,9 @@ pub(crate) fn launch(
     };
     let enter = Slots { signals: job.signals, credit: CREDIT, flags };
     core.run_on(lane, at, &enter, &[Poison::value(out.clone())], |l| {
-        let own = (p.partial.clone(), p.own.clone(), p.widened.as_ref().map(Widened::held));
+        let whole = p.whole.as_ref().map(|w| w.sums.clone());
+        let widened = p.widened.as_ref().map(Widened::held);
+        let own = (p.partial.clone(), p.own.clone(), whole, widened);
         let run = Run { l, job, p, t: &t, me: core.team().rank(), out: out.clone() };
         holding(l.main, (t.clone(), own), || run.run())
     })?;
@@ -219,10 +255,39 @@ impl Run<'_> {
 
     fn run(&self) -> Result<()> {
         self.widen()?;
-        if self.job.shape.config.via == Via::Nccl {
+        let config = &self.job.shape.config;
+        if config.via == Via::Nccl {
             return self.by_nccl();
         }
-        let sequential = self.job.shape.config.algo == Algo::Sequential;
+        match self.p.whole(config) {
+            Some(whole) => self.by_one_product(whole)?,
+            None => self.by_owners(config.algo == Algo::Sequential)?,
+        }
+        self.take_back()
+    }
+
+    /// One product of all rows, then all pushes, then my sums.
+    fn by_one_product(&self, whole: &Whole) -> Result<()> {
+        let s = &self.job.shape;
+        self.multiply(&self.p.mine, &(0..s.m), whole.sums.addr())?;
+        let own = range_of(s.rows, self.me);
+        whole.round(self.l, (s.m, self.job.desc.n), &own, &self.p.partial)?;
+        if s.rows.len() > 1 {
+            self.l.fork()?;
+        }
+        let mine = self.at(&whole.sums, own.start);
+        for task in s.tasks {
+            match task {
+                RsTask::Push { owner, chunk, tiles } => self.push(*owner, *chunk, &span(tiles))?,
+                RsTask::Reduce { chunk, tiles } => self.reduce(*chunk, &span(tiles), mine)?,
+            }
+        }
+        Ok(())
+    }
+
+    /// A product for each chunk of each owner's rows, in the order of the tasks. `sequential`
+    /// pushes behind the first product of its own rows.
+    fn by_owners(&self, sequential: bool) -> Result<()> {
         let mut held = Vec::new();
         for task in self.job.shape.tasks {
             match task {
@@ -243,12 +308,11 @@ impl Run<'_> {
                         self.l.fork()?;
                         held.drain(..).try_for_each(|(o, c, r)| self.push(o, c, &r))?;
                     }
-                    self.reduce(*chunk, &rows)?;
-                    self.give_back(*chunk, &rows)?;
+                    self.reduce(*chunk, &rows, self.p.own.addr())?;
                 }
             }
         }
-        self.take_back()
+        Ok(())
     }
 
     /// With FP8: X and W, as f32.
@@ -268,20 +332,28 @@ impl Run<'_> {
         }
     }
 
+    /// The address of a row of f32 products.
+    fn at(&self, memory: &CudaMemory, row: usize) -> u64 {
+        memory.addr() + (row * self.job.desc.n * DType::F32.size()) as u64
+    }
+
     /// The product of global rows, to where they are pushed from or to my own part.
     fn product(&self, rows: &Range<usize>, mine: bool) -> Result<()> {
+        let (d, own) = (self.job.desc, range_of(self.job.shape.rows, self.me));
+        if mine {
+            let first = rows.start.saturating_sub(own.start);
+            return self.multiply(&self.p.mine, rows, self.at(&self.p.own, first));
+        }
+        let at = self.p.partial.addr() + (rows.start * d.n * d.wire.size()) as u64;
+        self.multiply(&self.p.theirs, rows, at)
+    }
+
+    /// The product of global rows, to address `to`.
+    fn multiply(&self, kernels: &GemmKernels, rows: &Range<usize>, to: u64) -> Result<()> {
         if rows.is_empty() {
             return Ok(());
         }
         let d = self.job.desc;
-        let own = range_of(self.job.shape.rows, self.me);
-        let (kernels, to) = match mine {
-            true => (&self.p.mine, self.p.own.addr() + ((rows.start - own.start) * d.n * 4) as u64),
-            false => {
-                let at = rows.start * d.n * d.wire.size();
-                (&self.p.theirs, self.p.partial.addr() + at as u64)
-            }
-        };
         let ldb = match d.w_order {
             BOrder::Nk => d.k,
             BOrder::Kn => d.n,
@@ -314,8 +386,9 @@ impl Run<'_> {
         })
     }
 
-    /// Adds all parts of my rows of a chunk, and the bias once.
-    fn reduce(&self, chunk: usize, rows: &Range<usize>) -> Result<()> {
+    /// Adds all parts of my rows of a chunk, of which mine begin at address `mine`, and the bias
+    /// once. GEMM+AR returns them.
+    fn reduce(&self, chunk: usize, rows: &Range<usize>, mine: u64) -> Result<()> {
         let (d, l) = (self.job.desc, self.l);
         self.job.copies().wait((l.net, l.main), chunk)?;
         let own = range_of(self.job.shape.rows, self.me);
@@ -328,14 +401,15 @@ impl Run<'_> {
         let sum = Sum {
             slots: whole + (first * row) as u64,
             stride: stride as u64,
-            own: self.p.own.addr() + (first * d.n * 4) as u64,
+            own: mine + (first * d.n * DType::F32.size()) as u64,
             out: self.out.addr() + (at * d.n * d.out.size()) as u64,
             bias: Bias::of(self.t.bias.as_ref())?,
             rows: rows.len(),
             cols: d.n,
             scale: 1.0,
         };
-        self.p.reducer.launch(self.l, &sum)
+        self.p.reducer.launch(self.l, &sum)?;
+        self.give_back(chunk, rows)
     }
 
     /// GEMM+AR: returns reduced rows of a chunk.
