@@ -20,7 +20,8 @@
 //!
 //! The host and devices carry out the same transfers (`transfers.rs`) of the same rows
 //! (`pieces.rs`); only the arithmetic differs. The host's running maximum, sum and accumulator stay
-//! f32 over all keys; devices merge f32 results over own keys and over the other ranks' keys.
+//! f32 over all keys; devices merge f32 results over own keys and over the other ranks' keys,
+//! where a rank needs any.
 //! Backward: keys and values travel once more. The owner of a row gets the partial dK and dV of the
 //! ranks whose queries see it, in f32, and adds them in rank order, so that equal inputs give equal
 //! bits. Where K and V travel as e4m3 (`kv_wire`), every rank computes with the quantised values,

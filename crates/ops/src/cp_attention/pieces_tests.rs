@@ -539,3 +539,26 @@ fn own_and_other_keys_are_all_keys() {
         }
     });
 }
+
+/// Checks that a rank which attends to its own keys alone sees all that it should.
+#[test]
+fn who_sees_no_other_keys_is_known() {
+    let mut seen = [0; 2];
+    worlds(|w| {
+        if !w.sizes.begins_at_once() {
+            return;
+        }
+        for r in 0..w.sizes.size {
+            let keys: Vec<usize> =
+                (0..w.sizes.size).filter(|p| *p != r).flat_map(|p| w.rows_kv(p)).collect();
+            let sees = |q: usize| {
+                let mask = &w.d.attn.mask;
+                keys.iter().any(|kv| crate::cp_attention::tests::allowed(&w.seqs, mask, q, *kv))
+            };
+            let others = w.rows_q(r).into_iter().any(sees);
+            assert_eq!(w.scheds[r].sees_others(), others, "rank {r} of {}", w.d);
+            seen[usize::from(others)] += 1;
+        }
+    });
+    assert!(seen.iter().all(|n| *n > 10), "{seen:?}");
+}

@@ -70,8 +70,8 @@ impl CpAttentionPlan {
     /// description's sequences, and takes the one that is faster for the slowest rank. Meanwhile it
     /// takes the memory of both, and that of the tensors. It uses puts on the host, where NCCL is
     /// not there, and for plans that NCCL cannot carry out. Bits of results may then differ from
-    /// run to run: by puts the results over own keys and over the other keys are merged, by NCCL
-    /// there is one part.
+    /// run to run: by puts the results over own keys and over the other keys that are needed are
+    /// merged, by NCCL there is one part.
     ///
     /// # Errors
     /// As [`CpAttentionPlan::new`]; `Unsupported` for NCCL on a heap of the host or for a plan that

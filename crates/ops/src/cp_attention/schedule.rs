@@ -104,6 +104,15 @@ impl Schedule {
         self.member_q.iter().map(|s| num_rows(s)).sum()
     }
 
+    /// Returns whether a query of my group sees a row of another group's keys.
+    pub fn sees_others(&self) -> bool {
+        let sees = |g: usize| {
+            let spans = self.areas[g].iter().zip(&self.needed[g]);
+            spans.into_iter().any(|(rows, needed)| *needed && !rows.is_empty())
+        };
+        self.grid.other_groups().any(sees)
+    }
+
     /// Returns the rows of group `owner`'s keys among the keys of all ranks.
     pub fn dense(&self, owner: usize) -> Range<usize> {
         let first: usize = self.areas[..owner].iter().map(|a| num_rows(a)).sum();

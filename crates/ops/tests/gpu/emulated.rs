@@ -12,7 +12,7 @@ use crate::DEVICES;
 use crate::driver::Driver;
 
 /// A test, with how many devices, and which operations where it asks.
-const RUNS: [(&str, usize, &str); 23] = [
+const RUNS: [(&str, usize, &str); 25] = [
     ("every_operation_computes", 3, "0-3"),
     ("every_operation_computes", 4, "6-29"),
     ("every_operation_computes", 3, "36-39"),
@@ -25,6 +25,8 @@ const RUNS: [(&str, usize, &str); 23] = [
     ("a_bias_of_the_type_of_the_results_gives_the_bits_of_an_f32_bias", 2, ""),
     ("whole::one_product_of_all_rows_has_the_bits_of_the_definition", 2, ""),
     ("whole::one_product_of_all_rows_has_the_bits_of_the_definition", 3, ""),
+    ("documents::documents_of_one_rank_and_of_several_are_right", 2, ""),
+    ("documents::documents_of_one_rank_and_of_several_are_right", 4, ""),
     ("replays_with_changed_inputs_equal_eager_launches", 3, "0-5"),
     ("replays_with_changed_inputs_equal_eager_launches", 4, "14-15"),
     ("a_rank_that_never_launches_is_named_and_outputs_are_poison", 3, "0-2"),

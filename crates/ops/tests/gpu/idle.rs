@@ -21,10 +21,11 @@ const CALLS: &str = "launches::launches_neither_allocate_nor_wait";
 const BORROWED: &str = "borrowed::a_borrow_ends_at_once_and_what_it_used_behind_its_work";
 const FEW: &str = "launches::a_launch_and_its_wait_call_the_driver_rarely";
 const ONE: &str = "whole::sequential_by_puts_is_one_product";
+const ONCE: &str = "documents::who_needs_no_other_keys_attends_once";
 
 /// A test, with how many devices (which divide 12, as some heads are), and which operations where
 /// not all.
-const RUNS: [(&str, usize, Option<&str>); 14] = [
+const RUNS: [(&str, usize, Option<&str>); 16] = [
     (DROPPED, 2, None),
     (DROPPED, 6, None),
     ("heaps::devices_are_left_in_any_order", 3, Some("14-19")),
@@ -40,6 +41,8 @@ const RUNS: [(&str, usize, Option<&str>); 14] = [
     (FEW, 2, Some("6-29")),
     (ONE, 2, None),
     (ONE, 6, None),
+    (ONCE, 2, None),
+    (ONCE, 6, None),
 ];
 
 #[test]
@@ -67,7 +70,7 @@ fn host_code_runs_on_idle_devices() {
             .env(IDLE, "1")
             .env("TW_RANKS", devices.to_string());
         ops.map(|ops| run.env("TW_TEAM_OPS", ops));
-        if [FEW, ONE].contains(&test) {
+        if [FEW, ONE, ONCE].contains(&test) {
             run.env("TW_COUNTS", "1");
         }
         if test == CALLS {

@@ -1,7 +1,7 @@
 //! The kernels of the forward pass, and what those of both passes are chosen by.
 
 use tilewire_core::{DType, Error, ErrorKind, Result};
-use tilewire_device::cuda::{CudaContext, Grid, Kernel};
+use tilewire_device::cuda::{CudaContext, CudaModule, Grid, Kernel};
 use tilewire_kernels::Source;
 use tilewire_kernels::attention::hopper::{SM90_ATTENTION, SM90_ATTENTION_BWD};
 use tilewire_kernels::attention::{
@@ -20,6 +20,20 @@ pub(super) fn code(t: DType) -> u32 {
         DType::F16 => 1,
         _ => 2,
     }
+}
+
+/// The upper bounds that all launches of a plan keep, and the types of their results.
+pub(crate) struct Needs {
+    /// Queries times heads.
+    pub queries: usize,
+    /// Segments of each sequence with the rows behind it that belong to none, and those that any
+    /// other borders of spans make.
+    pub pieces: (usize, usize),
+    /// The output's, or f32.
+    pub dkv: DType,
+    /// Type of the forward pass's output: the description's, or f32 if it may be a part. Then the
+    /// pass makes both types, as `TwAttn::out_type` says.
+    pub out: DType,
 }
 
 /// A kernel, the rows of its tiles, and its blocks.
@@ -52,6 +66,9 @@ pub(super) enum Attend {
 /// The kernels of one direction and type.
 pub(super) struct Forward {
     pub attend: Attend,
+    /// Makes results of the description's type, if `attend` makes parts of them and has one type:
+    /// plain kernels.
+    whole: Option<Tiled>,
     pub table: Kernel,
     pub name: String,
 }
@@ -101,6 +118,12 @@ pub(super) fn plain(d: &AttentionDesc) -> Plain {
     Plain { input, output, dqk: d.dqk as u64, dv: d.dv as u64 }
 }
 
+/// Returns the definitions of the plain kernels that make results of the description's type, and dk
+/// and dv of `dkv`: one compilation for both passes.
+pub(super) fn results(d: &AttentionDesc, dkv: DType) -> Vec<(String, u64)> {
+    if dkv == d.out { plain(d).defines() } else { plain(d).parts() }
+}
+
 /// Returns why the kernels for sm_90a are not taken, which do not fit the description as said; none
 /// if they are.
 ///
@@ -131,35 +154,40 @@ impl Forward {
     pub fn new(
         ctx: &CudaContext,
         d: &AttentionDesc,
-        out: DType,
+        needs: &Needs,
         backend: AttnBackend,
     ) -> Result<Self> {
         match Self::hopper(ctx, d, backend)? {
             Ok(hopper) => Ok(hopper),
             Err(why) => {
-                let new = Self::portable(ctx, d, out)?;
+                let new = Self::portable(ctx, d, needs)?;
                 let name = format!("{} (not the kernel for sm_90a: {why})", new.name);
                 Ok(Self { name, ..new })
             }
         }
     }
 
-    fn portable(ctx: &CudaContext, d: &AttentionDesc, out: DType) -> Result<Self> {
+    fn portable(ctx: &CudaContext, d: &AttentionDesc, needs: &Needs) -> Result<Self> {
         let with = |v: Variant| -> Result<Self> {
             let (m, t) = (load(ctx, &SM80_ATTENTION, v.defines())?, v.forward());
             let fwd = Tiled::new(m.kernel("tw_attn_fwd")?, t.m, t, v.forward_shared_bytes())?;
             let name = format!("tiles {}x{}", t.m, t.n);
-            Ok(Self { attend: Attend::Portable(fwd), table: m.kernel("tw_attn_table")?, name })
+            let (attend, table) = (Attend::Portable(fwd), m.kernel("tw_attn_table")?);
+            Ok(Self { attend, whole: None, table, name })
         };
         match fitting(ctx, variant(d, d.has_extras()), Variant::forward_bytes)? {
             Some(v) => with(v),
             None => {
-                let output = u64::from(code(out));
-                let defines = Plain { output, ..plain(d) }.defines();
-                let m = load(ctx, &PLAIN_ATTENTION, defines)?;
-                let fwd = Tiled::new(m.kernel("tw_attn_fwd")?, PLAIN_ROWS, ROWS, 0)?;
-                let (attend, name) = (Attend::Portable(fwd), "plain".to_owned());
-                Ok(Self { attend, table: m.kernel("tw_attn_table")?, name })
+                let output = u64::from(code(needs.out));
+                let m = load(ctx, &PLAIN_ATTENTION, Plain { output, ..plain(d) }.defines())?;
+                let rows =
+                    |m: &CudaModule| Tiled::new(m.kernel("tw_attn_fwd")?, PLAIN_ROWS, ROWS, 0);
+                let whole = match needs.out == d.out {
+                    true => None,
+                    false => Some(rows(&load(ctx, &PLAIN_ATTENTION, results(d, needs.dkv))?)?),
+                };
+                let (attend, name) = (Attend::Portable(rows(&m)?), "plain".to_owned());
+                Ok(Self { attend, whole, table: m.kernel("tw_attn_table")?, name })
             }
         }
     }
@@ -186,7 +214,17 @@ impl Forward {
             r => r?,
         };
         let (name, table) = (h.name(), m.kernel("tw_attn_table")?);
-        Ok(Ok(Self { attend: Attend::Hopper(h), table, name }))
+        Ok(Ok(Self { attend: Attend::Hopper(h), whole: None, table, name }))
+    }
+
+    /// Returns the portable kernel that makes results of `out_type`, in the place of `f`, which
+    /// makes those of `Needs::out`.
+    pub fn portable_for<'a>(
+        &'a self,
+        f: &'a Tiled,
+        (d, out_type): (&AttentionDesc, u32),
+    ) -> &'a Tiled {
+        self.whole.as_ref().filter(|_| out_type == code(d.out)).unwrap_or(f)
     }
 
     /// Returns the rows of a tile of queries.

@@ -8,7 +8,7 @@ mod hopper_grad;
 mod merge;
 mod queue;
 
-pub(crate) use forward::units;
+pub(crate) use forward::{Needs, units};
 pub(crate) use fp8::{Wide, kernel_desc};
 pub(crate) use merge::{Merge, Parts};
-pub(crate) use queue::{Needs, Prepared, inputs, inputs_bwd, param, param_bwd, part};
+pub(crate) use queue::{Prepared, inputs, inputs_bwd, param, param_bwd, part};

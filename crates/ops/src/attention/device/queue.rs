@@ -12,7 +12,8 @@ use tilewire_kernels::attention::{
 };
 
 use super::forward::{
-    Attend, Forward, ROWS, Tiled, code, core_lacks, fitting, not_by_hopper, plain, variant,
+    Attend, Forward, Needs, ROWS, Tiled, code, core_lacks, fitting, not_by_hopper, plain, results,
+    variant,
 };
 use super::fp8::{Wide, kernel_desc};
 use super::hopper::{self, Hopper};
@@ -62,19 +63,6 @@ struct Tables {
     memory: CudaMemory,
     /// Most segments of one table.
     capacity: usize,
-}
-
-/// The upper bounds that all launches of a plan keep, and the types of their results.
-pub(crate) struct Needs {
-    /// Queries times heads.
-    pub queries: usize,
-    /// Segments of each sequence with the rows behind it that belong to none, and those that any
-    /// other borders of spans make.
-    pub pieces: (usize, usize),
-    /// The output's, or f32.
-    pub dkv: DType,
-    /// Type of the forward pass's output: the description's, or f32 if it is a part.
-    pub out: DType,
 }
 
 /// Kernels and workspace of a plan. Its launches must not overlap: one stream at a time.
@@ -153,9 +141,7 @@ impl Backward {
         if let Some(v) = fitting(ctx, v, Variant::backward_bytes)? {
             return Self::tiled(ctx, v);
         }
-        let p = plain(d);
-        let defines = if needs.dkv == d.out { p.defines() } else { p.parts() };
-        let m = load(ctx, &PLAIN_ATTENTION, defines)?;
+        let m = load(ctx, &PLAIN_ATTENTION, results(d, needs.dkv))?;
         let rows = |name| Tiled::new(m.kernel(name)?, PLAIN_ROWS, ROWS, 0);
         let make = Make::Portable(rows("tw_attn_dq")?, vec![rows("tw_attn_dkv")?]);
         // A warp to a row.
@@ -222,7 +208,7 @@ impl Prepared {
     ) -> Result<Self> {
         let segs = fitting_segs(d, needs.pieces)?;
         Ok(Self {
-            forward: Forward::new(ctx, d, needs.out, backend)?,
+            forward: Forward::new(ctx, d, needs, backend)?,
             backward: Backward::new(ctx, d, needs, backend)?,
             tables: Tables {
                 memory: workspace(ctx, 3 * segs * size_of::<TwSeg>())?,
@@ -329,7 +315,10 @@ impl Prepared {
         let other = self.write(stream, 2, kv, 1)?;
         let own = self.write(stream, 0, q, self.forward.rows())?;
         match &self.forward.attend {
-            Attend::Portable(f) => launch(stream, f, p.heads_q, p, (&own, &other)),
+            Attend::Portable(f) => {
+                let f = self.forward.portable_for(f, (d, p.out_type));
+                launch(stream, f, p.heads_q, p, (&own, &other))
+            }
             Attend::Hopper(_) if own.tiles == 0 || p.heads_q == 0 => Ok(()),
             Attend::Hopper(h) => {
                 let p = with_tables(p, (&own, &other));

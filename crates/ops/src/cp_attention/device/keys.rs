@@ -50,16 +50,26 @@ impl DeviceRun<'_> {
         self.op.p.memory.keys.iter().zip(&self.s.wire).map(part).collect()
     }
 
+    /// Waits for the other ranks' keys. A launch that reads none of them waits, too: the flags of
+    /// all launches are counted, and what the copy stream does is done when a launch ends.
+    pub(super) fn wait_keys(&self) -> Result<()> {
+        match self.s.strategy {
+            Strategy::AllGather => {
+                self.l.net.wait_peers(self.main(), self.op.signals.slot(KEYS), "keys")
+            }
+            _ => self.l.join(),
+        }
+    }
+
     /// Waits for the keys, and returns the addresses at which kernels behind this point read the
     /// keys of all ranks.
     pub(super) fn end_keys(&self) -> Result<(u64, u64)> {
         let (s, m) = (self.s, &self.op.p.memory);
+        self.wait_keys()?;
         if s.strategy != Strategy::AllGather {
-            self.l.join()?;
             let at: Vec<u64> = m.keys.iter().map(CudaMemory::addr).collect();
             return self.wide_keys(&at);
         }
-        self.l.net.wait_peers(self.main(), self.op.signals.slot(KEYS), "keys")?;
         let (places, keys) = (s.published().1, s.all_keys() * s.all_kv);
         let addr = |(at, bytes): (usize, &usize)| self.own(AREA, at, keys * bytes);
         let at = places.into_iter().zip(&s.wire).map(addr).collect::<Result<Vec<_>>>()?;
