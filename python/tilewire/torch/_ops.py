@@ -43,8 +43,8 @@ def _define(schema, run, shapes, direct=True):
     has_lists = "Tensor[]" in schema
     # Names of this function are found in half the time of a module's names.
     compiling, all_plain = torch.compiler.is_compiling, _PLAIN.issuperset
-    modes, transform = torch._C._len_torch_dispatch_stack, torch._C._functorch.peek_interpreter_stack
-    profiled = torch.autograd._profiler_enabled
+    modes, profiled = torch._C._len_torch_dispatch_stack, torch.autograd._profiler_enabled
+    transform = torch._C._functorch.peek_interpreter_stack
 
     def call(*args):
         # A mode, a transform or a profiler must see operations.

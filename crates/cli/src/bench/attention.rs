@@ -1,8 +1,8 @@
 //! `tilewire bench` of attention: forward and backward, on one rank and divided over several.
 //!
 //! Before anything is timed, both passes run with weights that are equal, whose results
-//! `uniform.rs` knows in closed form: every element of the output, of lse and of the three gradients
-//! is compared, at the size that is timed. What is timed has random data.
+//! `uniform.rs` knows in closed form: every element of the output, of lse and of the three
+//! gradients is compared, at the size that is timed. What is timed has random data.
 
 use std::ops::Range;
 

@@ -4,12 +4,13 @@
 //! values with w_i = 1 / (i + 1). With the scale s and o_i = w_i (v_0 + ... + v_i),
 //!
 //! - dq_i = s w_i ((sum over j <= i of k_j v_j^T) dout_i - (dout_i . o_i) (k_0 + ... + k_i)),
-//! - dk_j = s ((sum over i >= j of w_i q_i dout_i^T) v_j - sum over i >= j of w_i (dout_i . o_i) q_i),
+//! - dk_j = s ((sum over i >= j of w_i q_i dout_i^T) v_j - sum over i >= j of
+//!   w_i (dout_i . o_i) q_i),
 //! - dv_j = sum over i >= j of w_i dout_i,
 //!
 //! so one sweep over the rows of a document and one back give every element of the results, in the
-//! time of one small matrix a row. Two passes show both gradients: one of queries that are zero, one
-//! of keys. Inputs are -1, 0 and 1.
+//! time of one small matrix a row. Two passes show both gradients: one of queries that are zero,
+//! one of keys. Inputs are -1, 0 and 1.
 
 use std::thread;
 
