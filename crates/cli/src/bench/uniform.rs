@@ -1,12 +1,13 @@
 //! Causal attention whose weights are all equal, in closed form: what `bench` compares with.
 //!
 //! Where all queries are zero, or all keys, row `i` of a document weighs each of its first `i + 1`
-//! values with w_i = 1 / (i + 1). With the scale s and o_i = w_i (v_0 + ... + v_i),
+//! values with w_i = 1 / (i + 1). With the scale s, the gradients g of the output, and
+//! o_i = w_i (v_0 + ... + v_i),
 //!
-//! - dq_i = s w_i ((sum over j <= i of k_j v_j^T) dout_i - (dout_i . o_i) (k_0 + ... + k_i)),
-//! - dk_j = s ((sum over i >= j of w_i q_i dout_i^T) v_j - sum over i >= j of
-//!   w_i (dout_i . o_i) q_i),
-//! - dv_j = sum over i >= j of w_i dout_i,
+//! - dq_i = s w_i ((sum over j <= i of k_j v_j^T) g_i - (g_i . o_i) (k_0 + ... + k_i)),
+//! - dk_j = s ((sum over i >= j of w_i q_i g_i^T) v_j - sum over i >= j of
+//!   w_i (g_i . o_i) q_i),
+//! - dv_j = sum over i >= j of w_i g_i,
 //!
 //! so one sweep over the rows of a document and one back give every element of the results, in the
 //! time of one small matrix a row. Two passes show both gradients: one of queries that are zero,
