@@ -115,7 +115,8 @@ struct EmuWatch {
 };
 
 extern "C" {
-extern __thread EmuThread* emu_self;
+// Libraries are loaded into a process that runs; this word still has its place in every thread.
+extern __thread EmuThread* emu_self __attribute__((tls_model("initial-exec")));
 extern const EmuWatch* emu_watch;
 
 // Before a memory operation: checks the address, tells the hook, may let another thread run.

@@ -21,6 +21,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -148,7 +149,8 @@ struct Told {
     Known known;
 };
 
-struct Fiber : EmuThread {
+// What a change of threads reads lies in the first lines of the processor's cache.
+struct alignas(64) Fiber : EmuThread {
     Context context;
     Block* block;
     char* stack;
@@ -217,7 +219,7 @@ struct Block {
     int module;
     std::vector<Fiber> fibers;
     std::vector<unsigned> ready;
-    std::vector<Gather> gathers;
+    std::vector<std::unique_ptr<Gather>> gathers, spare;  // open; for the next ones
     std::vector<char> shared;
     bool started;
     unsigned done, at_sync, sync_line, votes, voted;
@@ -324,9 +326,18 @@ void prepare(Fiber* f) {
 }
 #endif
 
-// Lets the scheduler run; comes back when it is this fiber's turn, never if the run has ended.
+Fiber* next_fiber(Worker* w);
+bool goes_on(const Worker* w);
+
+// Comes back when it is this fiber's turn, never if the run has ended. Where nothing else is to be done, the next fiber
+// follows at once: a way round by the worker's context costs as much again.
 void leave(Fiber* f) {
-    change(&f->context, &f->block->worker->context);
+    Worker* w = f->block->worker;
+    if (!goes_on(w)) return change(&f->context, &w->context);
+    Fiber* next = next_fiber(w);
+    if (next == f) return;
+    emu_self = next;
+    change(&f->context, &next->context);
 }
 
 // ---- What went wrong.
@@ -434,9 +445,12 @@ void yield(Fiber* f) {
 }
 
 // A thread that waits for other ranks gives way at once, and a worker whose threads do nothing else
-// leaves its processor to those that work: else most of a run's time goes into polls.
+// leaves its processor to those that work: else most of a run's time goes into polls. It sleeps for
+// about an eighth of the time that it has waited, so that it is late by no more, and a third of a
+// millisecond at most: a wait costs few sleeps, however long it is.
 void poll(Fiber* f) {
-    if (++f->block->worker->polls % 64 == 0) usleep(20);
+    const unsigned polls = ++f->block->worker->polls;
+    if (polls % 64 == 0) usleep(polls < 16 * 512 ? 20 * (1 + polls / 512) : 320);
     yield(f);
 }
 
@@ -494,18 +508,26 @@ bool is_complete(const Block* b, const EmuLanes& lanes, unsigned warp) {
     return (lanes.mask & there) == lanes.active;
 }
 
-// Carries out the collectives of a warp for which nobody is missing any more. `but` is the lane
-// that runs on by itself.
-void settle(Block* b, unsigned warp, unsigned but) {
-    for (size_t i = 0; i < b->gathers.size(); i++) {
-        if (b->gathers[i].warp != warp || !is_complete(b, b->gathers[i].lanes, warp)) continue;
-        const Gather g = b->gathers[i];
-        b->gathers.erase(b->gathers.begin() + i);
-        g.fn(&g.lanes, g.ctx);
-        meet(b, warp * 32, g.lanes.active);
-        for (unsigned l = 0; l < 32; l++)
-            if ((g.lanes.active >> l & 1) && warp * 32 + l != but) wake(b, warp * 32 + l);
-        return settle(b, warp, but);
+// Carries out collective `i`, for which nobody is missing any more. `but` is the lane that runs on by itself.
+void carry_out(Block* b, size_t i, unsigned but) {
+    std::unique_ptr<Gather> g = std::move(b->gathers[i]);
+    b->gathers.erase(b->gathers.begin() + i);
+    g->fn(&g->lanes, g->ctx);
+    meet(b, g->warp * 32, g->lanes.active);
+    for (unsigned l = 0; l < 32; l++)
+        if ((g->lanes.active >> l & 1) && g->warp * 32 + l != but) wake(b, g->warp * 32 + l);
+    b->spare.push_back(std::move(g));
+}
+
+// Carries out the collectives of a warp that wait for nobody, now that one of its lanes has ended.
+void settle(Block* b, unsigned warp) {
+    for (size_t i = 0; i < b->gathers.size();) {
+        if (b->gathers[i]->warp != warp || !is_complete(b, b->gathers[i]->lanes, warp)) {
+            i++;
+            continue;
+        }
+        carry_out(b, i, EMU_ANY);
+        i = 0;
     }
 }
 
@@ -524,7 +546,7 @@ void fiber_main() {
         append(s, "ends while %u threads of its block wait in __syncthreads @%u@", b->at_sync, b->sync_line);
         die(f, s);
     }
-    settle(b, f->index / 32, EMU_ANY);
+    settle(b, f->index / 32);
     leave(f);
     abort();  // nobody resumes a fiber that has ended
 }

@@ -141,32 +141,35 @@ Products& products_of(Fiber* f) {
     return f->block->products[f->index / 32];
 }
 
-// Element (i, k) of a tile, i along m or n.
-unsigned short element_of(Fiber* f, u64 desc, bool mn, unsigned i, unsigned k) {
+// Copies rows `first` to `first + num` of a tile, 16 elements of k each, to `to`; rows are along m or n.
+void read_rows(Fiber* f, u64 desc, bool mn, unsigned first, unsigned num, unsigned short* to) {
     const u64 start = (desc & 0x3fff) << 4, chunk = (desc >> 16 & 0x3fff) << 4, eight = (desc >> 32 & 0x3fff) << 4;
-    const u64 off = mn ? i / 64 * chunk + k / 8 * eight + k % 8 * 128 + i % 64 * 2
-                       : i / 8 * eight + i % 8 * 128 + k * 2;
-    u64 at = start + off;
-    at ^= (at >> 7 & 7) << 4;
-    if (at + 2 > f->block->launch->smem) die(f, "a product of what is not in the dynamic shared memory");
-    unsigned short v;
-    memcpy(&v, dynamic_of(f->block) + at, 2);
-    return v;
+    const unsigned char* from = dynamic_of(f->block);
+    const u64 len = f->block->launch->smem;
+    for (unsigned i = first; i < first + num; i++)
+        for (unsigned k = 0; k < 16; k++) {
+            const u64 off = mn ? i / 64 * chunk + k / 8 * eight + k % 8 * 128 + i % 64 * 2
+                               : i / 8 * eight + i % 8 * 128 + k * 2;
+            u64 at = start + off;
+            at ^= (at >> 7 & 7) << 4;
+            if (at + 2 > len) die(f, "a product of what is not in the dynamic shared memory");
+            memcpy(to++, from + at, 2);
+        }
 }
 
 // `warp`: whose rows of A.
 void read_tiles(Fiber* f, Product* q, unsigned warp) {
-    const unsigned first = warp % 4 * 16;
-    for (unsigned i = 0; i < 16; i++)
-        for (unsigned k = 0; k < 16; k++) {
-            // Of registers: lane, register, half.
-            const unsigned lane = i % 8 * 4 + k % 8 / 2, at = k / 8 * 2 + i / 8;
-            const bool held = q->registers[0] != nullptr;
-            q->tiles.push_back(held ? (unsigned short)(q->held[lane][at] >> k % 2 * 16)
-                                    : element_of(f, q->a, q->flags & EMU_WG_A_MN, first + i, k));
-        }
-    for (unsigned i = 0; i < q->n; i++)
-        for (unsigned k = 0; k < 16; k++) q->tiles.push_back(element_of(f, q->b, q->flags & EMU_WG_B_MN, i, k));
+    q->tiles.resize(16 * (16 + q->n));
+    unsigned short* a = q->tiles.data();
+    if (q->registers[0] == nullptr) {
+        read_rows(f, q->a, q->flags & EMU_WG_A_MN, warp % 4 * 16, 16, a);
+    } else {
+        // Lane, register, half.
+        for (unsigned i = 0; i < 16; i++)
+            for (unsigned k = 0; k < 16; k++)
+                a[i * 16 + k] = (unsigned short)(q->held[i % 8 * 4 + k % 8 / 2][k / 8 * 2 + i / 8] >> k % 2 * 16);
+    }
+    read_rows(f, q->b, q->flags & EMU_WG_B_MN, 0, q->n, a + 16 * 16);
     q->read = true;
 }
 
@@ -186,15 +189,18 @@ void multiply(Fiber* f, Products& p, Product* q) {
     Sums* s = sums_at(p, q->d[0]);
     if (!q->adds) std::fill(s->v.begin(), s->v.end(), 0.0f);
     const EmuElement type = q->flags & EMU_WG_F16 ? EMU_F16 : EMU_BF16;
-    std::vector<float> a(16 * 16), b(16 * q->n);
+    const unsigned n = q->n;
+    std::vector<float> a(16 * 16), b(16 * n);
     for (unsigned i = 0; i < 16 * 16; i++) a[i] = value_of(type, (const char*)&q->tiles[i]);
-    for (unsigned i = 0; i < q->n; i++)
-        for (unsigned k = 0; k < 16; k++) b[k * q->n + i] = value_of(type, (const char*)&q->tiles[256 + i * 16 + k]);
-    // Each sum in the order of k.
+    for (unsigned i = 0; i < n; i++)
+        for (unsigned k = 0; k < 16; k++) b[k * n + i] = value_of(type, (const char*)&q->tiles[256 + i * 16 + k]);
+    // Each sum in the order of k. Eight columns at once: n is a multiple of 8.
+    typedef float Eight __attribute__((vector_size(32), aligned(4), may_alias));
     for (unsigned row = 0; row < 16; row++)
-        for (unsigned k = 0; k < 16; k++) {
-            const float x = a[row * 16 + k];
-            for (unsigned i = 0; i < q->n; i++) s->v[row * q->n + i] += x * b[k * q->n + i];
+        for (unsigned at = 0; at < n; at += 8) {
+            Eight sum = *(const Eight*)&s->v[row * n + at];
+            for (unsigned k = 0; k < 16; k++) sum += a[row * 16 + k] * *(const Eight*)&b[k * n + at];
+            *(Eight*)&s->v[row * n + at] = sum;
         }
 }
 
@@ -415,7 +421,7 @@ void emu_product_wait(unsigned groups) {
             if (q.group + groups < p.groups && !q.read) read_tiles(f, &q, w);
     size_t done = 0;
     while (done < p.waiting.size() && p.waiting[done].group + groups < p.groups) multiply(f, p, &p.waiting[done++]);
-    const std::vector<Product> over(p.waiting.begin(), p.waiting.begin() + done);
+    const std::vector<Product> over(std::make_move_iterator(p.waiting.begin()), std::make_move_iterator(p.waiting.begin() + done));
     p.waiting.erase(p.waiting.begin(), p.waiting.begin() + done);
     for (const Product& q : over) {
         for (unsigned lane = 0; lane < 32 && q.registers[0] != nullptr; lane++)

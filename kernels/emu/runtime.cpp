@@ -287,8 +287,8 @@ Block* choose(Worker* w) {
     return w->current;
 }
 
-// Runs one fiber until it gives way.
-void turn(Worker* w) {
+// The fiber whose turn is next; the shared memory of its block is in its place.
+Fiber* next_fiber(Worker* w) {
     Block* b = choose(w);
     load_shared(b);
     b->started = true;
@@ -298,9 +298,25 @@ void turn(Worker* w) {
     b->ready.pop_back();
     w->stats.switches++;
     w->stats.trace = (w->stats.trace ^ (b->rank << 20 ^ b->number << 10 ^ f->index)) * 1099511628211ull;
+    return f;
+}
+
+// Whether fibers may follow each other without the worker's loop between: it begins and ends blocks and the run, and gives
+// way to other workers.
+bool goes_on(const Worker* w) {
+    const Run* r = w->run;
+    const Block* b = w->current;
+    return !stopped(r) && b->done < b->fibers.size() && !b->ready.empty() && (r->cfg->workers == 1 || r->cfg->tick_ns == 0) &&
+           w->seen == __atomic_load_n(&r->version, __ATOMIC_ACQUIRE);
+}
+
+// Runs fibers until one of them leaves something to do.
+void turn(Worker* w) {
+    Fiber* f = next_fiber(w);
     emu_self = f;
     change(&w->context, &f->context);
     emu_self = nullptr;
+    Block* b = w->current;
     if (stopped(w->run)) return;
     if (b->done == b->fibers.size()) {
         finish(w, b);
@@ -440,7 +456,7 @@ void check(Fiber* f, const char* op, const void* p, unsigned bytes) {
     die(f, s + name_of(r, a));
 }
 
-void carry_out(const Copy& c) {
+void copy(const Copy& c) {
     memcpy(c.dst, c.src, c.bytes);
     memset(c.dst + c.bytes, 0, c.zeros);
 }
@@ -588,28 +604,26 @@ void emu_warp(unsigned mask, const char* op, unsigned line, const void* in, void
         append(s, "%s @%u@ of lanes %08x, without its own", op, line, mask);
         die(f, s);
     }
-    Gather* g = nullptr;
-    for (Gather& other : b->gathers)
-        if (other.warp == warp && other.lanes.mask == mask) g = &other;
-    if (g == nullptr) {
-        b->gathers.push_back({warp, op, fn, ctx, {mask, 0, {}, {}}});
-        g = &b->gathers.back();
-    } else if (g->fn != fn || strcmp(g->op, op) != 0) {
+    size_t i = 0;
+    while (i < b->gathers.size() && !(b->gathers[i]->warp == warp && b->gathers[i]->lanes.mask == mask)) i++;
+    if (i == b->gathers.size()) {
+        if (b->spare.empty()) b->spare.emplace_back(new Gather());
+        *b->spare.back() = {warp, op, fn, ctx, {mask, 0, {}, {}}};
+        b->gathers.push_back(std::move(b->spare.back()));
+        b->spare.pop_back();
+    }
+    Gather* g = b->gathers[i].get();
+    if (g->fn != fn || (g->op != op && strcmp(g->op, op) != 0)) {
         append(s, "comes to %s @%u@, but other lanes of %08x wait in %s", op, line, mask, g->op);
         die(f, s);
     }
     g->lanes.active |= 1u << f->lane;
     g->lanes.in[f->lane] = in;
     g->lanes.out[f->lane] = out;
-    f->state = WARP;
     f->op = op, f->line = line, f->mask = mask;
-    settle(b, warp, f->index);
-    for (const Gather& other : b->gathers)
-        if (other.warp == warp && other.lanes.mask == mask && (other.lanes.active >> f->lane & 1)) {
-            leave(f);
-            return;
-        }
-    f->state = READY;
+    if (is_complete(b, g->lanes, warp)) return carry_out(b, i, f->index);
+    f->state = WARP;
+    leave(f);
 }
 
 void emu_copy_async(void* dst, const void* src, unsigned bytes, unsigned zeros) {
@@ -618,7 +632,7 @@ void emu_copy_async(void* dst, const void* src, unsigned bytes, unsigned zeros) 
     Fiber* f = self();
     Inside inside(f);
     const Copy c = {(char*)dst, src, bytes, zeros, f->groups};
-    if (random(f->block->worker) % 2 == 0) carry_out(c);
+    if (random(f->block->worker) % 2 == 0) copy(c);
     else f->copies.push_back(c);
 }
 
@@ -631,7 +645,7 @@ void emu_copy_wait(unsigned groups) {
     Inside inside(f);
     std::vector<Copy> rest;
     for (const Copy& c : f->copies) {
-        if (c.group + groups < f->groups) carry_out(c);
+        if (c.group + groups < f->groups) copy(c);
         else rest.push_back(c);
     }
     f->copies.swap(rest);
