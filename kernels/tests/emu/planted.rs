@@ -3,6 +3,7 @@
 use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::fs;
+use std::hash::{DefaultHasher, Hash, Hasher};
 use std::panic::{self, AssertUnwindSafe};
 use std::path::Path;
 use std::sync::Mutex;
@@ -17,8 +18,11 @@ use crate::host::{Lib, RUNTIME};
 use crate::run::words;
 use crate::{Test, tests};
 
-pub const TESTS: &[Test] =
-    tests![every_group_of_mutants_has_a_test, what_the_compiler_refuses_is_not_killed];
+pub const TESTS: &[Test] = tests![
+    every_group_of_mutants_has_a_test,
+    every_mutant_is_in_a_part,
+    what_the_compiler_refuses_is_not_killed,
+];
 
 /// Where the kernels are.
 const ROOT: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/src");
@@ -130,9 +134,38 @@ fn kill(scenario: &Scenario, broken: String, load: Load) -> Result<String, Strin
     Ok(format!("{:>5.2} s {}", begun.elapsed().as_secs_f64(), why.join(" ")))
 }
 
-/// Compiles and runs every mutant of `text` that group `of.1` of file `of.0` has, each in the
-/// scenario that it names. The scenarios must be tests of their own, which pass with the text as it
-/// is, and each must be named.
+/// The part of each group that is tried in the usual extent: one mutant of so many. All of them
+/// take ten minutes of both processors, most of it in the compiler.
+const PART: usize = 3;
+
+/// The mutants to try: all of them for `cargo xtask test --full`, otherwise every third, and one of
+/// each scenario at least. The text of the kernel decides where the count begins: a change of the
+/// kernel tries another part than the change before it, and every run of one text the same part.
+fn to_try(text: &str, mutants: &[Planted]) -> Vec<usize> {
+    if std::env::var_os("TW_FULL").is_some() {
+        return (0..mutants.len()).collect();
+    }
+    let mut hasher = DefaultHasher::new();
+    text.hash(&mut hasher);
+    a_part(mutants, hasher.finish() as usize)
+}
+
+fn a_part(mutants: &[Planted], begin: usize) -> Vec<usize> {
+    let mut of: BTreeMap<&str, Vec<usize>> = BTreeMap::new();
+    for (i, m) in mutants.iter().enumerate() {
+        of.entry(&m.scenario).or_default().push(i);
+    }
+    let mut all: Vec<usize> = (begin % PART..mutants.len()).step_by(PART).collect();
+    for there in of.values().filter(|t| t.iter().all(|i| i % PART != begin % PART)) {
+        all.push(there[begin / PART % there.len()]);
+    }
+    all.sort_unstable();
+    all
+}
+
+/// Compiles and runs mutants of `text` that group `of.1` of file `of.0` has ([`to_try`]), each in
+/// the scenario that it names. Each mutant must have its place in the text, the scenarios must be
+/// tests of their own, which pass with the text as it is, and each must be named.
 #[expect(clippy::print_stdout, reason = "the table is what CI shows")]
 pub fn all_are_killed(text: &str, load: Load, of: (&str, &str), scenarios: &[Scenario]) {
     let mutants = groups(of.0).remove(of.1).unwrap_or_else(|| panic!("{of:?}: no such group"));
@@ -144,26 +177,47 @@ pub fn all_are_killed(text: &str, load: Load, of: (&str, &str), scenarios: &[Sce
     for (name, _) in scenarios {
         assert!(mutants.iter().any(|m| m.scenario == *name), "{name}: no mutant needs it");
     }
-    let (next, table) = (AtomicUsize::new(0), Mutex::new(vec![None; mutants.len()]));
+    let tried = to_try(text, &mutants);
+    let (next, table) = (AtomicUsize::new(0), Mutex::new(vec![None; tried.len()]));
     let work = || {
-        while let Some((i, m)) = {
-            let i = next.fetch_add(1, Ordering::Relaxed);
-            mutants.get(i).map(|m| (i, m))
+        while let Some((at, m)) = {
+            let at = next.fetch_add(1, Ordering::Relaxed);
+            tried.get(at).map(|i| (at, &mutants[*i]))
         } {
             let how = find(m).map(|s| kill(s, text.replace(&m.from, &m.to), load));
-            table.lock().unwrap()[i] = how;
+            table.lock().unwrap()[at] = how;
         }
     };
     let num = thread::available_parallelism().map_or(1, |n| n.get().min(8));
     thread::scope(|s| (0..num).for_each(|_| drop(s.spawn(work))));
     let table: Vec<_> = table.into_inner().unwrap().into_iter().flatten().collect();
-    for (m, how) in mutants.iter().zip(&table) {
+    for (i, how) in tried.iter().zip(&table) {
         let line = how.as_ref().map_or_else(String::clone, |l| l.chars().take(100).collect());
-        println!("{:<40} {line}", m.what);
+        println!("{:<40} {line}", mutants[*i].what);
     }
     let killed = table.iter().flatten().count();
-    println!("{killed} of {} mutants killed", mutants.len());
-    assert_eq!(killed, mutants.len(), "a mutant survived: see the table");
+    println!("{killed} of {} mutants killed; there are {}", tried.len(), mutants.len());
+    assert_eq!(killed, tried.len(), "a mutant survived: see the table");
+}
+
+/// All parts together are all mutants, and each has one of every scenario.
+fn every_mutant_is_in_a_part() {
+    let mut tried = 0;
+    for_each_group(|unit, group, mutants| {
+        let of = |part: &[usize]| -> BTreeSet<String> {
+            part.iter().map(|i| mutants[*i].scenario.clone()).collect()
+        };
+        let all: Vec<usize> = (0..mutants.len()).collect();
+        let parts: Vec<_> = (0..PART).map(|begin| a_part(mutants, begin)).collect();
+        let together: BTreeSet<usize> = parts.iter().flatten().copied().collect();
+        assert!(together.into_iter().eq(all.iter().copied()), "{unit}: {group}");
+        for part in &parts {
+            assert_eq!(of(part), of(&all), "{unit}: {group}");
+            assert!(part.windows(2).all(|w| w[0] < w[1]), "{unit}: {group}: one is tried twice");
+        }
+        tried += parts[0].len();
+    });
+    assert!(tried > 250, "{tried} mutants in a part");
 }
 
 /// Libraries are made within scenarios: one that cannot be made must not look like a mutant that
@@ -196,15 +250,20 @@ fn every_group_of_mutants_has_a_test() {
         }
     }
     let mut found = 0;
+    for_each_group(|unit, group, mutants| {
+        assert!(all.contains(&format!("(\"{unit}\", \"{group}\")")), "{unit}: {group}");
+        found += mutants.len();
+    });
+    assert!(found > 600, "{found} mutants");
+}
+
+/// Calls `f` with each group of each unit: their names and the group's mutants.
+fn for_each_group(mut f: impl FnMut(&str, &str, &[Planted])) {
     for folder in Path::new(ROOT).read_dir().unwrap().map(|e| e.unwrap().path()) {
         for path in folder.read_dir().into_iter().flatten().map(|e| e.unwrap().path()) {
             let Some(unit) = path.to_str().unwrap().strip_suffix(".mutants.toml") else { continue };
             let unit = unit.strip_prefix(ROOT).unwrap().trim_start_matches('/');
-            for (group, mutants) in groups(unit) {
-                assert!(all.contains(&format!("(\"{unit}\", \"{group}\")")), "{unit}: {group}");
-                found += mutants.len();
-            }
+            groups(unit).iter().for_each(|(group, mutants)| f(unit, group, mutants));
         }
     }
-    assert!(found > 600, "{found} mutants");
 }
