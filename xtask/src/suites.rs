@@ -2,7 +2,8 @@
 //!
 //! Not by `cargo test` itself, which runs them one after the other: half of their time some wait
 //! for deadlines to pass, while others compute. Those that wait run in one row at the usual
-//! priority, those that only compute beside them at a lower one.
+//! priority, those that only compute beside them at a lower one. The row that is over first takes
+//! what is left of those that compute, so that no processor is idle before the end.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -32,14 +33,15 @@ const FULL: &str = "TW_FULL";
 /// Longest time of one binary.
 const LIMIT: Duration = Duration::from_secs(1800);
 
-/// Binaries that compute all the time and meet no deadline of seconds: they run beside the others.
+/// Binaries that compute all the time and meet no deadline of seconds: they run beside the others,
+/// in this order.
 const COMPUTE: [&str; 6] = [
-    "tilewire-kernels emu",
     "tilewire-kernels nvrtc",
+    "tilewire-kernels emu",
     "tilewire-cli emulated",
+    "tilewire misuse",
     "tilewire-cli conformance",
     "tilewire-cli peers",
-    "tilewire misuse",
 ];
 
 /// Binaries that [`Extent::Fast`] leaves out, because they take minutes.
@@ -276,6 +278,14 @@ pub fn run_docs(root: &Path) -> Outcome {
     o
 }
 
+/// The two rows: those that compute, the longest first ([`COMPUTE`] has them in this order), and
+/// those that wait, in the order in which cargo names them.
+fn rows(suites: &[Suite]) -> (Vec<&Suite>, Vec<&Suite>) {
+    let (mut compute, wait): (Vec<_>, Vec<_>) = suites.iter().partition(|s| s.is_in(&COMPUTE));
+    compute.sort_by_key(|s| COMPUTE.iter().position(|name| *name == s.name));
+    (compute, wait)
+}
+
 /// Builds and runs all tests: those that compute beside those that wait.
 pub fn run_all(root: &Path, extent: Extent) -> Outcome {
     let begun = Instant::now();
@@ -293,20 +303,26 @@ pub fn run_all(root: &Path, extent: Extent) -> Outcome {
     suites.retain(|s| s.runs(extent));
     let notes = notes(root);
     let with = With { notes: &notes, extent, args: &[], vars: &[] };
-    let (compute, wait): (Vec<_>, Vec<_>) = suites.iter().partition(|s| s.is_in(&COMPUTE));
+    let (compute, wait) = rows(&suites);
     let ran = Mutex::new(Vec::new());
-    let row = |suites: Vec<&Suite>| {
-        for s in suites {
-            let r = run(s, &with);
-            if !r.said.is_empty() {
-                println!("{}:\n{}", r.name, r.said);
-            }
-            ran.lock().expect("no panic").push(r);
+    let go = |s: &Suite| {
+        let r = run(s, &with);
+        if !r.said.is_empty() {
+            println!("{}:\n{}", r.name, r.said);
+        }
+        ran.lock().expect("no panic").push(r);
+    };
+    let left = Mutex::new(compute.into_iter());
+    let next = || left.lock().expect("no panic").next();
+    let rest = || {
+        while let Some(s) = next() {
+            go(s);
         }
     };
     std::thread::scope(|t| {
-        t.spawn(|| row(compute));
-        row(wait);
+        t.spawn(rest);
+        wait.into_iter().for_each(go);
+        rest();
     });
     std::fs::remove_file(&notes).ok();
     let ran = ran.into_inner().expect("no panic");
@@ -355,6 +371,23 @@ mod tests {
     fn a_binary_that_ends_without_a_word_has_failed() {
         let (o, said) = judged("running 2 tests\n", false, &BTreeMap::new());
         assert!(o.failed == 1 && o.passed == 0 && said.contains("running 2"), "{said}");
+    }
+
+    #[test]
+    fn each_binary_is_in_one_row_and_the_longest_comes_first() {
+        let named = |name: &str| Suite {
+            name: name.to_owned(),
+            package: String::new(),
+            exe: PathBuf::new(),
+            dir: PathBuf::new(),
+        };
+        let names =
+            ["tilewire misuse", "tilewire-ops lib", "tilewire-cli emulated", "tilewire-nn lib"];
+        let suites = names.map(named);
+        let (compute, wait) = rows(&suites);
+        let of = |row: Vec<&Suite>| row.iter().map(|s| s.name.clone()).collect::<Vec<_>>();
+        assert_eq!(of(compute), [names[2], names[0]]);
+        assert_eq!(of(wait), [names[1], names[3]]);
     }
 
     #[test]
