@@ -188,20 +188,24 @@ pub(crate) fn spec(source: &Source, defines: Vec<(String, u64)>, arch: &str) -> 
     KernelSpec { name: source.name.to_owned(), text: source.text(), defines, arch: arch.to_owned() }
 }
 
+/// By name and definitions alone: the texts of all variants are tens of megabytes, and a plan loads
+/// several of them.
 fn is_listed(spec: &KernelSpec) -> bool {
-    kernel_specs(&spec.arch).contains(spec)
+    listed(&spec.arch).any(|(source, defines)| source.name == spec.name && defines == spec.defines)
 }
 
 /// Returns every kernel of the operations for one architecture (as in `sm_90a`), in each variant
 /// that a plan may load. Of attention it returns the usual head dimensions.
 pub fn kernel_specs(arch: &str) -> Vec<KernelSpec> {
+    listed(arch).map(|(source, defines)| spec(&source, defines, arch)).collect()
+}
+
+/// Sources and definitions of [`kernel_specs`].
+fn listed(arch: &str) -> impl Iterator<Item = (Source, Vec<(String, u64)>)> {
     let gemm = [SM80_GEMM, SM80_GROUPED_GEMM]
         .into_iter()
         .flat_map(|source| [DType::BF16, DType::F16].map(|d| (source, gemm_defines(d))));
-    gemm.chain(variants())
-        .filter(|(source, _)| source.runs_on(arch))
-        .map(|(source, defines)| spec(&source, defines, arch))
-        .collect()
+    gemm.chain(variants()).filter(move |(source, _)| source.runs_on(arch))
 }
 
 /// Allocates zeroed workspace.
