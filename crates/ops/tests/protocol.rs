@@ -172,27 +172,44 @@ fn any_one_signal_lost_repeated_or_reordered_is_noticed() {
         "| operation | signals lost | doubled | flags lost | stale | doubled, no harm | puts \
          dropped | shifted | late | of the lost: grants |"
     );
-    OPS.into_iter().chain([QUANT]).for_each(tamper_with);
+    side_by_side(OPS.into_iter().chain([QUANT]), tamper_with);
 }
 
 #[test]
 fn any_one_signal_of_an_exchange_of_keys_is_noticed() {
-    CP[..3].iter().copied().for_each(tamper_with);
+    side_by_side(CP[..3].iter().copied(), tamper_with);
 }
 
 #[test]
 fn any_one_signal_of_an_exchange_of_heads_is_noticed() {
-    CP[3..].iter().copied().for_each(tamper_with);
+    side_by_side(CP[3..].iter().copied(), tamper_with);
 }
 
 /// A get that is left out hands over nothing: never what an earlier launch got.
 #[test]
 fn any_one_get_that_is_lost_is_noticed() {
-    for op in CP {
+    side_by_side(CP.iter().copied(), |op| {
         let tried = Attacked::new(op).each(StepKind::Get, HookAction::Skip).0;
         // At least k and v in one direction, parts of dk and dv in the other, in each launch.
         assert!(tried as u64 >= 2 * ATTACKED, "{}: only {tried} gets", op.0);
-    }
+    });
+}
+
+/// Calls `f` for each operation, four at a time: nearly all of their time is waits for what was
+/// lost, each as long as its deadline.
+fn side_by_side(
+    ops: impl Iterator<Item = (&'static str, Make)> + Send,
+    f: fn((&'static str, Make)),
+) {
+    let ops = Mutex::new(ops);
+    let work = || {
+        loop {
+            let next = ops.lock().unwrap().next();
+            let Some(op) = next else { return };
+            f(op);
+        }
+    };
+    std::thread::scope(|t| (0..4).for_each(|_| drop(t.spawn(work))));
 }
 
 fn tamper_with(op: (&'static str, Make)) {
