@@ -92,7 +92,8 @@ impl Tamper {
     }
 }
 
-/// What the outputs of all launches of all ranks are.
+/// An operation of the table; what the outputs of all launches of all ranks are.
+type Row = (&'static str, Make);
 type Outs = Vec<Vec<Vec<u32>>>;
 
 /// One row of the table under attack.
@@ -197,18 +198,10 @@ fn any_one_get_that_is_lost_is_noticed() {
 
 /// Calls `f` for each operation, four at a time: nearly all of their time is waits for what was
 /// lost, each as long as its deadline.
-fn side_by_side(
-    ops: impl Iterator<Item = (&'static str, Make)> + Send,
-    f: fn((&'static str, Make)),
-) {
+fn side_by_side(ops: impl Iterator<Item = Row> + Send, f: fn(Row)) {
     let ops = Mutex::new(ops);
-    let work = || {
-        loop {
-            let next = ops.lock().unwrap().next();
-            let Some(op) = next else { return };
-            f(op);
-        }
-    };
+    let next = || ops.lock().unwrap().next();
+    let work = || std::iter::from_fn(next).for_each(f);
     std::thread::scope(|t| (0..4).for_each(|_| drop(t.spawn(work))));
 }
 
