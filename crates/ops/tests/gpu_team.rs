@@ -122,6 +122,14 @@ fn a_rank_that_launches_another_m_is_named_at_once() {
     .unwrap();
 }
 
+/// `all` rounds, or on emulated devices, where a launch takes seconds, so few: what a round shows
+/// that those before it do not is another order of threads, and there each launch has its own. All
+/// of them for `cargo xtask test --full`.
+fn rounds(few: u64, all: u64) -> u64 {
+    let emulated = std::env::var_os("TW_EMU_TEXTS").is_some();
+    if emulated && std::env::var_os("TW_FULL").is_none() { few } else { all }
+}
+
 fn replays(ops: &[Make]) {
     let Some(n) = ranks() else { return };
     if ops.is_empty() {
@@ -138,7 +146,7 @@ fn replays(ops: &[Make]) {
             stream.begin_capture()?;
             told(&op, (op.launch)(&stream))?;
             let graph = stream.end_capture()?.instantiate()?;
-            let rounds = if op.outs[0].len_bytes() > 1 << 20 { 2 } else { 12 };
+            let rounds = if op.outs[0].len_bytes() > 1 << 20 { 2 } else { rounds(3, 12) };
             for round in 0..rounds {
                 op.refill(1 + round * 64 + me)?;
                 let mut seen = Vec::new();

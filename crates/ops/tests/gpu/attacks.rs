@@ -98,23 +98,22 @@ fn end_of(got: &Result<Vec<Bits>>, good: &[Bits]) -> End {
     }
 }
 
-/// Every site at its first and last peer; with one peer, its first and last signal.
+/// Every site, at its first or its last peer in turn (with one peer, its first or last signal);
+/// for `cargo xtask test --full` at both. The code of a site is the same for all of its peers, and
+/// each operation has sites of both kinds.
 fn targets(report: &Report) -> Vec<Target> {
+    let all = std::env::var_os("TW_FULL").is_some();
     let mut out = Vec::new();
-    for ((device, launch, site), to) in &report.signals {
-        if (*device, *launch) != (SENDER, ATTACKED) || site.starts_with("run ") {
-            continue;
-        }
+    let attacked = |(device, launch, site): &&(u32, u32, String)| {
+        (*device, *launch) == (SENDER, ATTACKED) && !site.starts_with("run ")
+    };
+    for (i, key) in report.signals.keys().filter(attacked).enumerate() {
+        let ((device, launch, site), to) = (key, &report.signals[key]);
         let (first, last) = (to.first_key_value().unwrap(), to.last_key_value().unwrap());
-        for (peer, nth) in [(first.0, 0), (last.0, last.1 - 1)] {
-            let nth = nth as u32;
-            out.push(Target {
-                device: SENDER,
-                launch: ATTACKED,
-                site: site.clone(),
-                peer: *peer,
-                nth,
-            });
+        let ends = [(first.0, 0), (last.0, last.1 - 1)];
+        for (peer, nth) in if all { &ends[..] } else { &ends[i % 2..][..1] } {
+            let (site, nth) = (site.clone(), *nth as u32);
+            out.push(Target { device: *device, launch: *launch, site, peer: **peer, nth });
         }
     }
     out.dedup();

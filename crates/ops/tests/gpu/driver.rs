@@ -141,6 +141,7 @@ impl Driver {
             .env("NVSHMEM_DISABLE_NVLS", "1")
             .env("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
             .env("CUBLASMP_DISABLE_MULTICAST", "1")
+            .envs(std::env::var_os("TW_FULL").map(|full| ("TW_FULL", full)))
             .envs(self.vars.iter().map(|(name, value)| (name, value)));
         run
     }

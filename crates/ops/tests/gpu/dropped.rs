@@ -10,7 +10,7 @@ use tilewire_core::Result;
 use tilewire_symm::{Heap, LinkProbe, World, WorldCfg};
 
 use crate::team_ops::{FAMILIES, Op, by_puts, heap, ranks};
-use crate::{DEVICES, told};
+use crate::{DEVICES, rounds, told};
 
 /// How long the device is kept busy in front of work whose plan goes.
 const BUSY_NS: u64 = 300_000_000;
@@ -69,7 +69,7 @@ fn dropped_plans_leave_their_memory_to_graphs_and_queued_work() {
             assert_eq!(heap.usage().0, free, "{name}: a graph uses what was collected");
             // Another plan beside it, in turns.
             let new = make(&heap, &stream)?;
-            for round in 0..3 {
+            for round in 0..rounds(1, 3) {
                 new.refill(seed)?;
                 old.poison()?;
                 new.poison()?;
