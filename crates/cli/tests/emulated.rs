@@ -27,21 +27,66 @@ const ALONE: &str = "quant,permute";
 /// how many cases that makes.
 type Run = (&'static str, &'static str, usize, u32, &'static str, usize);
 
+/// Attention on four ranks, by the kernel of sm_90: heads traded in two groups beside rings of two,
+/// with every layout; a ring that passes on more than one message; each other strategy once.
+const FOUR: &str = "cp_attention/hybrid/zigzag/full+dims+sink,cp_attention/hybrid/zigzag/causal+gqa+kv8,\
+    cp_attention/hybrid/contiguous/causal+gqa,\
+    cp_attention/hybrid/zigzag_per_sequence/window+padded+softcap+sink,\
+    cp_attention/hybrid/balanced/window+padded+softcap+sink,cp_attention/ring/zigzag/causal+gqa+kv8,\
+    cp_attention/ring/balanced/window+padded+softcap+sink,cp_attention/get/contiguous/causal+gqa,\
+    cp_attention/all_gather/zigzag/full+dims+sink,\
+    cp_attention/all_to_all/zigzag_per_sequence/window+padded+softcap+sink";
+
+/// Strategies, and layouts with features of f32: each of these by two of the strategies, each
+/// strategy with four to six of these. All pairs are tried on the host (`conformance.rs`): what a
+/// strategy sends does not depend on what its kernels mask.
+const STRATEGIES: [&str; 5] = ["get", "ring", "all_gather", "all_to_all", "hybrid"];
+const FEATURES: [&str; 12] = [
+    "zigzag/causal+gqa",
+    "contiguous/causal+mqa+packed+dropout",
+    "zigzag/window+packed+bias",
+    "contiguous/full+cross+bias1+dropout",
+    "zigzag/causal+masked+sink",
+    "zigzag/causal+mqa+kv8+dkv8",
+    "contiguous/window+dkv5",
+    "zigzag_per_sequence/causal+gqa+packed",
+    "zigzag_per_sequence/causal+mqa+cross+bias+dropout",
+    "zigzag_per_sequence/causal+gqa+packed+kv8+dkv8",
+    "balanced/causal+gqa+packed",
+    "balanced/causal+mqa+cross+bias+dropout",
+];
+
+/// Those pairs; shards that are empty, by every strategy; and the strategy that is chosen.
+fn pairs() -> String {
+    let mut all = vec!["cp_attention/auto/zigzag/causal".to_owned()];
+    for (i, strategy) in STRATEGIES.iter().enumerate() {
+        all.push(format!("cp_attention/{strategy}/zigzag/causal+gqa+tiny"));
+        let of = FEATURES.iter().enumerate().filter(|(k, _)| (k + 5 - i) % 5 < 2);
+        all.extend(of.map(|(_, features)| format!("cp_attention/{strategy}/{features}")));
+    }
+    all.join(",")
+}
+
+/// In place of [`pairs`], in [`RUNS`].
+const PAIRS: &str = "pairs of cp_attention";
+
 /// What differs: a peer and no peer between, an odd number, as many as a machine has; each of both
 /// attention kernels, by type; and sm_80 where it has kernels of its own, which are those of moves
-/// and of `ep`. Longest first.
-const RUNS: [Run; 12] = [
-    ("cp_attention", "4", 4, 90, "bf16", 25),
-    ("cp_attention", "2", 2, 90, "f32", 66),
-    (MOVES, "2,3,8", 8, 90, "", 3 * 51),
+/// and of `ep`. The types of moves, which differ in the text of their sums, on two and three
+/// devices. Longest first.
+const RUNS: [Run; 13] = [
+    (FOUR, "4", 4, 90, "bf16", 10),
+    (MOVES, "2,3", 3, 90, "", 2 * 51),
+    (MOVES, "8", 8, 90, "bf16", 15),
+    (PAIRS, "2", 2, 90, "f32", 30),
     ("ep,bulk", "2,3", 3, 90, "", 2 * 27),
     ("grouped_gemm", "1", 1, 90, "", 17),
     (FUSED, "2", 2, 90, "", 18),
     ("attention", "1", 1, 90, "", 44),
-    (MOVES, "2,3", 3, 80, "", 2 * 51),
+    (MOVES, "3", 3, 80, "", 51),
     ("ep", "3", 3, 80, "", 25),
     // Two ranks to a device.
-    (MOVES, "4", 2, 90, "", 51),
+    (MOVES, "4", 2, 90, "bf16", 15),
     ("gemm", "1", 1, 90, "", 52),
     (ALONE, "1", 1, 90, "", 69),
 ];
@@ -50,14 +95,15 @@ const RUNS: [Run; 12] = [
 /// kernels meet on eight ranks in `kernels/tests/emu/ep_worlds.rs`, too); the numbers of ranks
 /// between those above; types that the same kernels compute; and what sm_80 computes by the kernels
 /// that sm_90 has, too.
-const MORE_RUNS: [Run; 10] = [
+const MORE_RUNS: [Run; 11] = [
     ("cp_attention", "4", 4, 90, "", 116),
     ("ep", "8", 8, 90, "", 25),
-    (MOVES, "1,4,5,6,7", 8, 90, "", 5 * 51),
+    (MOVES, "1,4,5,6,7,8", 8, 90, "", 6 * 51),
     ("cp_attention", "2", 2, 90, "", 116),
     ("ep,bulk", "1,4", 4, 90, "", 2 * 27),
     (FUSED, "4", 4, 90, "", 18),
-    (MOVES, "1,4", 4, 80, "", 2 * 51),
+    (MOVES, "1,2,4", 4, 80, "", 3 * 51),
+    (MOVES, "4", 2, 90, "", 51),
     ("ep", "2", 2, 80, "", 25),
     (FUSED, "2", 2, 80, "", 18),
     ("cp_attention", "2", 2, 80, "", 116),
@@ -97,11 +143,13 @@ fn operations_are_right_on_emulated_devices() {
             runs.get(next.fetch_add(1, Ordering::Relaxed))
         {
             let mut command = driver.command(PROGRAM, devices);
-            command.env("TW_EMU_SM", sm.to_string()).args(verify).args([ops, "--ranks", ranks]);
+            let which = if ops == PAIRS { pairs() } else { ops.to_owned() };
+            command.env("TW_EMU_SM", sm.to_string()).args(verify).args([&*which, "--ranks", ranks]);
             if !dtypes.is_empty() {
                 command.args(["--dtype", dtypes]);
             }
-            let name = format!("{ops} {dtypes}: {ranks} ranks, {devices} devices, sm_{sm}");
+            let shown = if ops == FOUR { "cases of cp_attention" } else { ops };
+            let name = format!("{shown} {dtypes}: {ranks} ranks, {devices} devices, sm_{sm}");
             let said = run(command, &name);
             assert!(said.contains(&format!("{cases} of {cases} cases right")), "{name}: {said}");
         }
