@@ -9,13 +9,18 @@
 //!   w_i (g_i . o_i) q_i),
 //! - dv_j = sum over i >= j of w_i g_i,
 //!
-//! so one sweep over the rows of a document and one back give every element of the results, in the
-//! time of one small matrix a row. Two passes show both gradients: one of queries that are zero,
-//! one of keys. Inputs are -1, 0 and 1.
+//! so one sweep over the rows of a document and one back give every element of the results. Inputs
+//! are -1, 0 and 1, and rows repeat after [`PERIOD`], so that a sum of products of two rows is one of
+//! few terms, by how often each pair was seen. Two passes show both gradients: one of queries that
+//! are zero, one of keys.
 
 use std::thread;
 
 use super::device::Heads;
+
+/// Rows of inputs repeat after so many: a prime, so that tiles that are left out or taken twice see
+/// other rows.
+const PERIOD: usize = 29;
 
 /// The side of the scores that is zero.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -89,16 +94,29 @@ fn add(to: &mut [f32], factor: f32, x: &[f32]) {
     to.iter_mut().zip(x).for_each(|(t, x)| *t += factor * x);
 }
 
-/// Adds `factor a b^T` to the matrix `to`, `[a.len(), b.len()]`.
-fn add_outer(to: &mut [f32], factor: f32, (a, b): (&[f32], &[f32])) {
-    for (line, a) in to.chunks_exact_mut(b.len()).zip(a).filter(|(_, a)| **a != 0.0) {
-        add(line, factor * a, b);
-    }
+/// Adds rows of `table`, each times its number.
+fn add_rows(to: &mut [f32], factors: impl Iterator<Item = f32>, table: &[Vec<f32>]) {
+    factors.zip(table).filter(|(f, _)| *f != 0.0).for_each(|(f, row)| add(to, f, row));
 }
 
-/// One head of keys: what the sweeps carry along, `width` or `width x width` elements.
+/// The period of one head of keys and of the queries that share it.
+struct Head {
+    k: Vec<Vec<f32>>,
+    v: Vec<Vec<f32>>,
+    q: Vec<Vec<Vec<f32>>>,
+    d_out: Vec<Vec<Vec<f32>>>,
+    /// Of each head of queries, by the rows of `d_out`: their products with each row of `v`.
+    inner: Vec<Vec<Vec<f32>>>,
+    /// By the rows of `v`, for each row of queries: the queries of all heads, each times the
+    /// product of its `d_out` with that row of `v`.
+    pulled: Vec<Vec<Vec<f32>>>,
+}
+
+/// What the sweeps carry along of one head of keys.
 struct Sums {
-    matrix: Vec<f32>,
+    /// Of each row of the period: how often it was seen, or its weights together.
+    seen: [f32; PERIOD],
+    /// Of keys, or of queries by their weights and inner products.
     row: Vec<f32>,
     values: Vec<f32>,
 }
@@ -113,7 +131,7 @@ impl Uniform {
         if of == zero {
             return 0.0;
         }
-        let seed = (of as u64) << 56 ^ (row as u64) << 20 ^ col as u64;
+        let seed = (of as u64) << 56 ^ ((row % PERIOD) as u64) << 20 ^ col as u64;
         let mixed = (seed + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15);
         ((mixed ^ mixed >> 29).wrapping_mul(0xbf58_476d_1ce4_e5b9) >> 33) as f32 % 3.0 - 1.0
     }
@@ -127,8 +145,9 @@ impl Uniform {
     pub fn input(&self, of: Of) -> Vec<f32> {
         let heads = if matches!(of, Of::Q | Of::DOut) { self.heads.q } else { self.heads.kv };
         let cols = heads * self.heads.width;
-        let row = |&r| (0..cols).map(move |c| self.value(of, r, c));
-        self.mine.iter().flat_map(row).collect()
+        let period: Vec<Vec<f32>> =
+            (0..PERIOD).map(|r| (0..cols).map(|c| self.value(of, r, c)).collect()).collect();
+        self.mine.iter().flat_map(|r| &period[r % PERIOD]).copied().collect()
     }
 
     /// Compares the results of the forward and of the backward pass, every element.
@@ -150,19 +169,37 @@ impl Uniform {
         })
     }
 
+    fn period(&self, head: usize) -> Head {
+        let of = |of, head| (0..PERIOD).map(|row| self.row(of, row, head)).collect::<Vec<_>>();
+        let (k, v) = (of(Of::K, head), of(Of::V, head));
+        let q: Vec<_> = self.queries(head).map(|h| of(Of::Q, h)).collect();
+        let d_out: Vec<_> = self.queries(head).map(|h| of(Of::DOut, h)).collect();
+        let products = |g: &Vec<f32>| v.iter().map(|v| dot(g, v)).collect::<Vec<_>>();
+        let inner: Vec<Vec<Vec<f32>>> =
+            d_out.iter().map(|g| g.iter().map(products).collect()).collect();
+        let pulled = |row: usize, of: usize| {
+            let mut all = vec![0.0; self.heads.width];
+            q.iter().zip(&inner).for_each(|(q, inner)| add(&mut all, inner[of][row], &q[of]));
+            all
+        };
+        let pulled =
+            (0..PERIOD).map(|row| (0..PERIOD).map(|of| pulled(row, of)).collect()).collect();
+        Head { k, v, q, d_out, inner, pulled }
+    }
+
     fn head(&self, head: usize, place: &[Option<usize>], got: &Results) -> [Judged; 2] {
-        let (w, mut all) = (self.heads.width, [Judged::default(); 2]);
+        let (w, mut all, period) = (self.heads.width, [Judged::default(); 2], self.period(head));
         for first in (0..self.rows).step_by(self.doc) {
-            let zeros = || vec![0.0; w];
-            let mut sums = Sums { matrix: vec![0.0; w * w], row: zeros(), values: zeros() };
+            let new = |values| Sums { seen: [0.0; PERIOD], row: vec![0.0; w], values };
+            let mut sums = new(vec![0.0; w]);
             for i in 0..self.doc {
-                self.ahead(&mut sums, (head, first, i), place, (got, &mut all));
+                self.ahead(&period, &mut sums, (head, first, i), place, (got, &mut all));
             }
-            let values = sums.values;
-            let mut sums = Sums { matrix: vec![0.0; w * w], row: zeros(), values };
-            let mut dv = zeros();
+            let mut sums = new(sums.values);
+            let mut dv = vec![0.0; w];
             for i in (0..self.doc).rev() {
-                self.back(&mut sums, &mut dv, (head, first, i), place, (got, &mut all[1]));
+                let at = (head, first, i);
+                self.back(&period, (&mut sums, &mut dv), at, place, (got, &mut all[1]));
             }
         }
         all
@@ -177,26 +214,28 @@ impl Uniform {
     /// Row `i` of a document, forward: results, and gradients of queries.
     fn ahead(
         &self,
+        period: &Head,
         sums: &mut Sums,
         (head, first, i): (usize, usize, usize),
         place: &[Option<usize>],
         (got, all): (&Results, &mut [Judged; 2]),
     ) {
         let (row, width) = (first + i, self.heads.width);
-        let (k, v) = (self.row(Of::K, row, head), self.row(Of::V, row, head));
-        add_outer(&mut sums.matrix, 1.0, (&k, &v));
-        add(&mut sums.row, 1.0, &k);
-        add(&mut sums.values, 1.0, &v);
+        let at_period = row % PERIOD;
+        sums.seen[at_period] += 1.0;
+        add(&mut sums.row, 1.0, &period.k[at_period]);
+        add(&mut sums.values, 1.0, &period.v[at_period]);
         let Some(at) = place[row] else { return };
         let weight = 1.0 / (i + 1) as f32;
         let o: Vec<f32> = sums.values.iter().map(|v| weight * v).collect();
-        for q in self.queries(head) {
-            let d_out = self.row(Of::DOut, row, q);
-            let inner = dot(&d_out, &o);
-            let lines = sums.matrix.chunks_exact(width).zip(&sums.row);
-            let dq: Vec<f32> = lines
-                .map(|(line, k)| self.scale * weight * (dot(line, &d_out) - inner * k))
-                .collect();
+        for (h, q) in self.queries(head).enumerate() {
+            let mut dq = vec![0.0; width];
+            if self.zero == Zero::Queries {
+                let of = &period.inner[h][at_period];
+                add_rows(&mut dq, sums.seen.iter().zip(of).map(|(n, x)| n * x), &period.k);
+                add(&mut dq, -dot(&period.d_out[h][at_period], &o), &sums.row);
+                dq.iter_mut().for_each(|x| *x *= self.scale * weight);
+            }
             let from = (at * self.heads.q + q) * width;
             all[0].row(part(&got.out, from, width), &o);
             all[0].row(part(&got.lse, q * self.mine.len() + at, 1), &[((i + 1) as f32).ln()]);
@@ -207,26 +246,28 @@ impl Uniform {
     /// Row `i` of a document, on the way back: gradients of keys and values.
     fn back(
         &self,
-        sums: &mut Sums,
-        dv: &mut [f32],
+        period: &Head,
+        (sums, dv): (&mut Sums, &mut [f32]),
         (head, first, i): (usize, usize, usize),
         place: &[Option<usize>],
         (got, all): (&Results, &mut Judged),
     ) {
         let (row, width) = (first + i, self.heads.width);
-        let weight = 1.0 / (i + 1) as f32;
-        for head in self.queries(head) {
-            let (q, d_out) = (self.row(Of::Q, row, head), self.row(Of::DOut, row, head));
-            let inner = weight * dot(&d_out, &sums.values);
-            add_outer(&mut sums.matrix, weight, (&q, &d_out));
-            add(&mut sums.row, weight * inner, &q);
-            add(dv, weight, &d_out);
+        let (at_period, weight) = (row % PERIOD, 1.0 / (i + 1) as f32);
+        sums.seen[at_period] += weight;
+        for (q, d_out) in period.q.iter().zip(&period.d_out) {
+            let (q, d_out) = (&q[at_period], &d_out[at_period]);
+            add(&mut sums.row, weight * weight * dot(d_out, &sums.values), q);
+            add(dv, weight, d_out);
         }
-        let v = self.row(Of::V, row, head);
-        add(&mut sums.values, -1.0, &v);
+        add(&mut sums.values, -1.0, &period.v[at_period]);
         let Some(at) = place[row] else { return };
-        let lines = sums.matrix.chunks_exact(width).zip(&sums.row);
-        let dk: Vec<f32> = lines.map(|(line, u)| self.scale * (dot(line, &v) - u)).collect();
+        let mut dk = vec![0.0; width];
+        if self.zero == Zero::Keys {
+            add_rows(&mut dk, sums.seen.iter().copied(), &period.pulled[at_period]);
+            add(&mut dk, -1.0, &sums.row);
+            dk.iter_mut().for_each(|x| *x *= self.scale);
+        }
         let from = (at * self.heads.kv + head) * width;
         all.row(part(&got.dk, from, width), &dk);
         all.row(part(&got.dv, from, width), dv);
@@ -290,15 +331,15 @@ mod tests {
     }
 
     fn cases() -> impl Iterator<Item = Uniform> {
-        [(Zero::Queries, 12), (Zero::Keys, 12), (Zero::Queries, 4), (Zero::Keys, 6)]
+        [(Zero::Queries, 72), (Zero::Keys, 72), (Zero::Queries, 36), (Zero::Keys, 8)]
             .into_iter()
             .map(|(zero, doc)| Uniform {
                 heads: Heads { q: 4, kv: 2, width: 8 },
-                rows: 12,
+                rows: 72,
                 doc,
                 scale: 0.3,
                 zero,
-                mine: (0..12).collect(),
+                mine: (0..72).collect(),
             })
     }
 
@@ -315,7 +356,7 @@ mod tests {
     fn every_element_counts() {
         for mut u in cases() {
             let all = by_definition(&u);
-            u.mine = vec![7, 2, 3];
+            u.mine = vec![70, 2, 33];
             let (h, mine) = (u.heads, u.mine.clone());
             let pick = |v: &[f32], heads: usize| -> Vec<f32> {
                 let cols = heads * h.width;
