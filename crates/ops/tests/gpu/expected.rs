@@ -39,8 +39,11 @@ struct Want {
 const ROUNDED: f64 = 1.0 / 64.0;
 /// Attention also rounds its probabilities, and its gradients are sums of many such products.
 const ATTENTION: f64 = 1.0 / 32.0;
-/// Inputs of FP8 with random scales make scores large: gradients of queries are small differences.
-const SCALED: f64 = 1.0 / 8.0;
+/// Inputs of FP8 with random scales make scores large: gradients of queries and keys are small
+/// differences of numbers that 16 bits have rounded, times keys and queries with scales. Of 16
+/// seeds the worst element differs by 0.19, most by 0.02 to 0.1 (results and gradients of values:
+/// 0.004).
+const SCALED: f64 = 1.0 / 4.0;
 /// Values that travel as f8e4m3 have errors of 2^-4 each, of which a row that sees few keys
 /// averages none away. Among thousands of elements those of another launch or rank still stand out.
 const BY_FP8: f64 = 1.0;
@@ -327,13 +330,14 @@ impl Case<'_> {
         let own = &rows[self.me];
         let pick = |m: &Mat| Mat::from_fn(own.len(), m.cols, |i, c| m.at(own[i], c)).data;
         let lse = Mat::from_fn(heads, own.len(), |h, i| o.lse.at(h, own[i])).data;
-        let slack = match fp8 {
+        // Of each output: gradients of queries and keys are numbers 2 and 3.
+        let slack = |out| match fp8 {
             true => BY_FP8,
-            false if scaled.is_some() => SCALED,
+            false if scaled.is_some() && (2..4).contains(&out) => SCALED,
             false => ATTENTION,
         };
         let outs = [pick(&o.o), lse, pick(&g.dq), pick(&g.dk), pick(&g.dv)];
-        let want = |(out, values)| Want { out, values, slack };
+        let want = |(out, values)| Want { out, values, slack: slack(out) };
         Ok(outs.into_iter().enumerate().map(want).collect())
     }
 }
