@@ -10,9 +10,9 @@
 //! - dv_j = sum over i >= j of w_i g_i,
 //!
 //! so one sweep over the rows of a document and one back give every element of the results. Inputs
-//! are -1, 0 and 1, and rows repeat after [`PERIOD`], so that a sum of products of two rows is one of
-//! few terms, by how often each pair was seen. Two passes show both gradients: one of queries that
-//! are zero, one of keys.
+//! are -1, 0 and 1, and rows repeat after [`PERIOD`], so that a sum of products of two rows is one
+//! of few terms, by how often each pair was seen. Two passes show both gradients: one of queries
+//! that are zero, one of keys.
 
 use std::thread;
 
@@ -112,7 +112,7 @@ struct Head {
     pulled: Vec<Vec<Vec<f32>>>,
 }
 
-/// What the sweeps carry along of one head of keys.
+/// Sums that the sweeps carry along, of one head of keys.
 struct Sums {
     /// Of each row of the period: how often it was seen, or its weights together.
     seen: [f32; PERIOD],
