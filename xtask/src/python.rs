@@ -2,7 +2,8 @@
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
-use std::time::Duration;
+use std::thread;
+use std::time::{Duration, Instant};
 
 use tilewire_testing::Lack;
 
@@ -98,7 +99,8 @@ fn pytest(root: &Path, path: &str, args: &[&str]) -> Outcome {
 
 /// As [`pytest`], by a command that has its variables already.
 fn reported(root: &Path, path: &str, args: &[&str], python: &mut Command) -> Outcome {
-    println!("$ python3 {}", args.join(" "));
+    let (begun, said) = (Instant::now(), args.join(" "));
+    println!("$ python3 {said}");
     let out = python
         .args(args)
         // Not beside the sources, which Python would take in place of the wheel.
@@ -114,6 +116,12 @@ fn reported(root: &Path, path: &str, args: &[&str], python: &mut Command) -> Out
     if o.failed > 0 {
         println!("{text}");
     }
+    println!(
+        "{:>8.1} s  {} passed, {} failed: {said}",
+        begun.elapsed().as_secs_f64(),
+        o.passed,
+        o.failed
+    );
     o
 }
 
@@ -149,8 +157,8 @@ fn example(root: &Path, path: &str, name: &str) -> bool {
     done.is_ok_and(|s| s.success())
 }
 
-/// The tests of JAX: devices of one process, of two, and jobs. All types on four devices; elsewhere
-/// what differs with their number.
+/// The tests of JAX: devices of one process, and of two. All types on four devices; elsewhere what
+/// differs with their number.
 fn jax(root: &Path, path: &str) -> Outcome {
     let mut o = Outcome::default();
     let file = |name: &str| root.join("python/tests").join(name).display().to_string();
@@ -169,8 +177,6 @@ fn jax(root: &Path, path: &str) -> Outcome {
         python.envs(OFF).env("TW_JAX_DEVICES", devices).env("TW_JAX_QUICK", quick);
         o.add(&reported(root, path, args, &mut python));
     }
-    let jobs = file("jax_jobs");
-    o.add(&pytest(root, path, &["-m", "pytest", "-q", "-p", "no:cacheprovider", &jobs]));
     let example = root.join("examples/python/jax_tp.py").display().to_string();
     println!("$ python3 {example}");
     let done = Command::new("timeout")
@@ -227,40 +233,68 @@ fn counted(text: &str, ended_well: bool) -> Outcome {
     o
 }
 
-/// The stage.
+/// The tests of a folder in `python/tests`.
+fn folder(root: &Path, path: &str, name: &str) -> Outcome {
+    let tests = root.join("python/tests").join(name).display().to_string();
+    pytest(root, path, &["-m", "pytest", "-q", "-p", "no:cacheprovider", &tests])
+}
+
+/// The operations on worlds of one, two and four ranks.
+fn worlds(root: &Path, path: &str) -> Outcome {
+    let mut o = Outcome::default();
+    let file = |name: &str| root.join("python/tests").join(name).display().to_string();
+    let (runner, spmd) = (file("run.py"), file("spmd"));
+    for n in ["4", "2", "1"] {
+        o.add(&pytest(root, path, &[&runner, n, "-q", &spmd]));
+    }
+    // Preconditions are no assertions: they hold in optimised runs, too.
+    let refused = file("spmd/test_bad_input.py");
+    o.add(&pytest(root, path, &["-O", &runner, "2", "-q", &refused]));
+    o
+}
+
+/// The stage. Two rows of tests go side by side, as ranks mostly wait for each other; what meets
+/// deadlines of seconds comes behind them, alone.
 pub fn run(root: &Path) -> Outcome {
     let mut o = Outcome::default();
     let Some(torch) = torch_site(root, &mut o) else { return o };
     let Some(tools) = site(root, &mut o, "python-test", "pytest", &TOOLS) else { return o };
     let Some(ours) = build(root, &mut o) else { return o };
-    let path = [&ours, &torch, &tools].map(|p| p.display().to_string()).join(":");
-    let file = |name: &str| root.join("python/tests").join(name).display().to_string();
-    let (runner, spmd) = (file("run.py"), file("spmd"));
-    for n in ["1", "2", "4"] {
-        o.add(&pytest(root, &path, &[&runner, n, "-q", &spmd]));
-    }
-    // Preconditions are no assertions: they hold in optimised runs, too.
-    let refused = file("spmd/test_bad_input.py");
-    let bad = ["-O", &runner, "2", "-q", &refused];
-    o.add(&pytest(root, &path, &bad));
-    let jobs = file("jobs");
-    let jobs = ["-m", "pytest", "-q", "-p", "no:cacheprovider", &jobs];
-    o.add(&pytest(root, &path, &jobs));
-    let alone = [&ours, &tools].map(|p| p.display().to_string()).join(":");
-    o.add(&emulated(root, &alone));
-    // All that is compared is imported, so both frameworks are there.
     let types = site(root, &mut o, "python-types", "mypy", &TYPES);
-    if let Some(types) = types.zip(site(root, &mut o, "python-jax", "jax", &JAX)) {
-        let path = format!("{path}:{}:{}", types.0.display(), types.1.display());
-        o.add(&one(stubtest(root, &path)));
-    }
-    for name in ["tp_block", "moe", "attention"] {
-        o.add(&one(example(root, &path, name)));
-    }
-    if let Some(site) = site(root, &mut o, "python-jax", "jax", &JAX) {
-        // Without torch: JAX must need nothing of it.
-        let path = [&ours, &site, &tools].map(|p| p.display().to_string()).join(":");
-        o.add(&jax(root, &path));
+    let with_jax = site(root, &mut o, "python-jax", "jax", &JAX);
+    let text = |paths: &[&PathBuf]| {
+        paths.iter().map(|p| p.display().to_string()).collect::<Vec<_>>().join(":")
+    };
+    let path = text(&[&ours, &torch, &tools]);
+    // Without torch: JAX must need nothing of it.
+    let jax_path = with_jax.as_ref().map(|site| text(&[&ours, site, &tools]));
+    let others = || {
+        let mut o = Outcome::default();
+        if let Some(path) = &jax_path {
+            o.add(&jax(root, path));
+        }
+        o.add(&emulated(root, &text(&[&ours, &tools])));
+        // All that is compared is imported, so both frameworks are there.
+        if let Some((types, with_jax)) = types.as_ref().zip(with_jax.as_ref()) {
+            let path = text(&[&ours, &torch, &tools, types, with_jax]);
+            o.add(&one(stubtest(root, &path)));
+        }
+        for name in ["tp_block", "moe", "attention"] {
+            o.add(&one(example(root, &path, name)));
+        }
+        o
+    };
+    let (first, second) = thread::scope(|t| {
+        let first = t.spawn(|| worlds(root, &path));
+        let second = others();
+        // A row that panicked has shown nothing.
+        (first.join().unwrap_or_else(|_| one(false)), second)
+    });
+    o.add(&first);
+    o.add(&second);
+    o.add(&folder(root, &path, "jobs"));
+    if let Some(path) = &jax_path {
+        o.add(&folder(root, path, "jax_jobs"));
     }
     o
 }
