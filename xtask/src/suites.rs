@@ -35,13 +35,16 @@ const LIMIT: Duration = Duration::from_secs(1800);
 
 /// Binaries that compute all the time and meet no deadline of seconds: they run beside the others,
 /// in this order.
-const COMPUTE: [&str; 6] = [
+const COMPUTE: [&str; 9] = [
     "tilewire-kernels nvrtc",
     "tilewire-kernels emu",
     "tilewire-cli emulated",
     "tilewire misuse",
     "tilewire-cli conformance",
     "tilewire-cli peers",
+    "tilewire-nn ablation",
+    "tilewire-symm models",
+    "tilewire-ops rules",
 ];
 
 /// Binaries that [`Extent::Fast`] leaves out, because they take minutes.
