@@ -329,8 +329,8 @@ void prepare(Fiber* f) {
 Fiber* next_fiber(Worker* w);
 bool goes_on(const Worker* w);
 
-// Comes back when it is this fiber's turn, never if the run has ended. Where nothing else is to be done, the next fiber
-// follows at once: a way round by the worker's context costs as much again.
+// Comes back when it is this fiber's turn, never if the run has ended. Where nothing else is to be
+// done, the next fiber follows at once: a way round by the worker's context costs as much again.
 void leave(Fiber* f) {
     Worker* w = f->block->worker;
     if (!goes_on(w)) return change(&f->context, &w->context);
@@ -508,7 +508,8 @@ bool is_complete(const Block* b, const EmuLanes& lanes, unsigned warp) {
     return (lanes.mask & there) == lanes.active;
 }
 
-// Carries out collective `i`, for which nobody is missing any more. `but` is the lane that runs on by itself.
+// Carries out collective `i`, for which nobody is missing any more. `but` is the lane that runs on
+// by itself.
 void carry_out(Block* b, size_t i, unsigned but) {
     std::unique_ptr<Gather> g = std::move(b->gathers[i]);
     b->gathers.erase(b->gathers.begin() + i);

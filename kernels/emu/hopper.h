@@ -141,7 +141,8 @@ Products& products_of(Fiber* f) {
     return f->block->products[f->index / 32];
 }
 
-// Copies rows `first` to `first + num` of a tile, 16 elements of k each, to `to`; rows are along m or n.
+// Copies rows `first` to `first + num` of a tile, 16 elements of k each, to `to`; rows are along m
+// or n.
 void read_rows(Fiber* f, u64 desc, bool mn, unsigned first, unsigned num, unsigned short* to) {
     const u64 start = (desc & 0x3fff) << 4, chunk = (desc >> 16 & 0x3fff) << 4, eight = (desc >> 32 & 0x3fff) << 4;
     const unsigned char* from = dynamic_of(f->block);

@@ -301,8 +301,8 @@ Fiber* next_fiber(Worker* w) {
     return f;
 }
 
-// Whether fibers may follow each other without the worker's loop between: it begins and ends blocks and the run, and gives
-// way to other workers.
+// Whether fibers may follow each other without the worker's loop between: it begins and ends blocks
+// and the run, and gives way to other workers.
 bool goes_on(const Worker* w) {
     const Run* r = w->run;
     const Block* b = w->current;
