@@ -49,6 +49,17 @@ const LINK_BYTES_PER_US: f64 = 300e3;
 const CHUNK_US: f64 = 20.0;
 
 impl Machine {
+    /// An H200, as docs/lab/gemm.md measured it.
+    #[cfg(test)]
+    pub(crate) const H200: Self = Self {
+        gemm_flop_per_us: 690e6,
+        weight_bytes_per_us: 4.2e6,
+        tile_rows: 128,
+        num_sms: 132,
+        link_bytes_per_us: 300e3,
+        latency_us: 20.0,
+    };
+
     /// The rates of `device` for products of `dtype`: on a GPU from what its driver says, where the
     /// shares that products reach were measured on two H200. Emulated GPUs, of a few
     /// multiprocessors, count as a laptop.
@@ -116,20 +127,11 @@ const TILES: [(usize, f64); 4] = [(320, 0.98), (256, 1.0), (192, 0.97), (128, 0.
 mod tests {
     use super::*;
 
-    const H200: Machine = Machine {
-        gemm_flop_per_us: 690e6,
-        weight_bytes_per_us: 4.2e6,
-        tile_rows: 128,
-        num_sms: 132,
-        link_bytes_per_us: 300e3,
-        latency_us: 20.0,
-    };
-
     /// Parts of products beside the whole one, measured on four H200 and four H100
     /// (docs/lab/gemm.md): 512 rows of gate_up fill 1.7 waves, 2048 rows of qkv one.
     #[test]
     fn the_last_wave_of_a_product_costs_a_whole_one() {
-        let of = |m, n, k| H200.gemm_us([m, n, k], 2 * n * k);
+        let of = |m, n, k| Machine::H200.gemm_us([m, n, k], 2 * n * k);
         let parts = |rows: usize, n, k| 4.0 * of(rows / 4, n, k) / of(rows, n, k);
         let gate_up = parts(2048, 14336, 8192);
         assert!((1.1..1.2).contains(&gate_up), "{gate_up}");
@@ -139,7 +141,7 @@ mod tests {
         }
         // Nothing is faster than the rate.
         for (m, n, k) in [(1, 1, 1), (128, 320, 64), (16896, 256, 64), (8192, 8192, 8192)] {
-            assert!(of(m, n, k) >= 2.0 * (m * n * k) as f64 / H200.gemm_flop_per_us);
+            assert!(of(m, n, k) >= 2.0 * (m * n * k) as f64 / Machine::H200.gemm_flop_per_us);
         }
         let even = of(128 * 132, 256, 8192) / (2.0 * (128.0 * 132.0 * 256.0 * 8192.0) / 690e6);
         assert!((even - 1.0).abs() < 1e-9, "{even}");

@@ -288,14 +288,7 @@ mod tests {
     /// Times of two H200 (docs/lab/gemm.md): AG+GEMM of 8192 x 28672 with 256, 2048 and 8192 rows.
     #[test]
     fn each_chunk_reads_all_weights() {
-        let m = Machine {
-            gemm_flop_per_us: 690e6,
-            weight_bytes_per_us: 4.2e6,
-            tile_rows: 128,
-            num_sms: 132,
-            link_bytes_per_us: 300e3,
-            latency_us: 20.0,
-        };
+        let m = Machine::H200;
         let (n, k) = (28672, 8192);
         let of = |rows: usize| {
             let wire = (rows * k) as f64;
