@@ -31,6 +31,56 @@ pub struct DlTensor {
     pub byte_offset: u64,
 }
 
+impl DlTensor {
+    /// Returns the sizes of its dimensions.
+    pub fn dims(&self) -> &[i64] {
+        // SAFETY: `shape` has `ndim` elements, which live while the tensor does.
+        unsafe { elements(self.shape, self.ndim) }
+    }
+
+    /// Returns whether its elements lie one behind the other in row-major order.
+    pub fn is_dense(&self) -> bool {
+        // SAFETY: as of `dims`; strides may be absent.
+        let strides = unsafe { elements(self.strides, self.ndim) };
+        let mut step = 1;
+        self.strides.is_null()
+            || self.dims().iter().zip(strides).rev().all(|(&dim, &stride)| {
+                let dense = dim == 1 || stride == step;
+                step *= dim.max(1);
+                dense
+            })
+    }
+
+    /// Returns whether it is the transposed view of a matrix whose elements lie so.
+    pub fn is_dense_transposed(&self) -> bool {
+        // SAFETY: as of `is_dense`.
+        match (self.dims(), unsafe { elements(self.strides, self.ndim) }) {
+            ([rows, cols], [down, across]) => {
+                (*rows == 1 || *down == 1) && (*cols == 1 || across == rows)
+            }
+            _ => false,
+        }
+    }
+
+    pub fn same_type(&self, other: &Self) -> bool {
+        (self.code, self.bits, self.lanes) == (other.code, other.bits, other.lanes)
+    }
+
+    pub fn is_f32(&self) -> bool {
+        (self.code, self.bits, self.lanes) == (2, 32, 1)
+    }
+}
+
+/// # Safety
+/// `start` is null or has `ndim` elements, which live as `'a` says.
+unsafe fn elements<'a>(start: *const i64, ndim: i32) -> &'a [i64] {
+    if start.is_null() || ndim <= 0 {
+        return &[];
+    }
+    // SAFETY: as above.
+    unsafe { std::slice::from_raw_parts(start, ndim as usize) }
+}
+
 /// `DLPackExchangeAPI`; of the functions that are not called the type does not matter.
 #[repr(C)]
 struct ExchangeApi {
@@ -103,7 +153,7 @@ pub(crate) fn nobody() -> Arc<dyn std::any::Any + Send + Sync> {
 }
 
 /// Returns the view that `obj` exports: it must be a tensor of the framework.
-fn view(obj: &Bound<'_, PyAny>, what: &str) -> PyResult<DlTensor> {
+pub fn view(obj: &Bound<'_, PyAny>, what: &str) -> PyResult<DlTensor> {
     let py = obj.py();
     let f = framework(py)?;
     if !obj.is_instance(f.tensor.bind(py))? {
@@ -131,6 +181,24 @@ pub fn tensor(obj: &Bound<'_, PyAny>, what: &str, device: &Device) -> PyResult<T
     // SAFETY: its arrays live while `obj` does.
     let made = unsafe { over(&t, what, device) };
     made.map_err(|e| super::errors::exception(obj.py(), &e))
+}
+
+/// The elements of `t` as a row-major tensor of shape `dims`, which has as many, used where they lie
+/// on `device`.
+///
+/// # Safety
+/// `t` is the view of a dense tensor that is alive and stays so as [`tensor`] says.
+pub unsafe fn reshaped(
+    py: Python<'_>,
+    t: &DlTensor,
+    dims: &[i64],
+    what: &str,
+    device: &Device,
+) -> PyResult<Tensor> {
+    let (ndim, shape) = (dims.len() as i32, dims.as_ptr());
+    let flat = DlTensor { ndim, shape, strides: std::ptr::null(), ..*t };
+    // SAFETY: as above.
+    unsafe { over(&flat, what, device) }.map_err(|e| super::errors::exception(py, &e))
 }
 
 /// Returns the device whose memory holds `obj`.

@@ -23,6 +23,7 @@ mod jax;
 mod keys;
 mod local;
 mod ops;
+mod quick;
 mod store;
 mod symm;
 mod world;
@@ -57,6 +58,11 @@ mod _native {
     use super::ops::permute::RowMap;
     #[pymodule_export]
     use super::ops::quant::{dequantize, quantize};
+    #[pymodule_export]
+    use super::quick::{
+        quick_ag_gemm, quick_ag_gemm_node, quick_gemm_ar, quick_gemm_ar_node, quick_gemm_rs,
+        quick_gemm_rs_node, use_torch,
+    };
     #[pymodule_export]
     use super::symm::SymmBuffer;
     #[pymodule_export]

@@ -67,6 +67,11 @@ pub fn member(id: u64) -> Result<Arc<Member>> {
     })
 }
 
+/// Returns the number of ranks of world `id`, which the number says.
+pub fn size_of(id: u64) -> usize {
+    (id >> 12 & 0xFFF) as usize
+}
+
 /// Fails in a fork.
 ///
 /// # Errors

@@ -4,7 +4,7 @@ Tensors are those of the framework in use (:func:`use_exchange_api`); outputs ar
 Worlds go by their numbers. Every call may raise :class:`tilewire.Error`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias, final
 
 # A tensor of the framework's; this module needs none to be installed.
@@ -162,6 +162,56 @@ def gemm_ar(
     wire: str | None,
     algo: str | None,
 ) -> None: ...
+def quick_ag_gemm(
+    world: int,
+    x: _Tensor,
+    w: _Tensor,
+    bias: _Tensor | None,
+    act: str | None,
+    algo: str | None,
+) -> _Tensor | bool | None: ...
+def quick_ag_gemm_node(
+    ctx: Any,
+    x: _Tensor,
+    w: _Tensor,
+    bias: _Tensor | None,
+    world: int,
+    algo: str | None,
+) -> _Tensor: ...
+def quick_gemm_rs(
+    world: int,
+    x: _Tensor,
+    w: _Tensor,
+    bias: _Tensor | None,
+    wire: str | None,
+    algo: str | None,
+) -> _Tensor | bool | None: ...
+def quick_gemm_rs_node(
+    ctx: Any,
+    x: _Tensor,
+    w: _Tensor,
+    bias: _Tensor | None,
+    world: int,
+    wire: str | None,
+    algo: str | None,
+) -> _Tensor: ...
+def quick_gemm_ar(
+    world: int,
+    x: _Tensor,
+    w: _Tensor,
+    bias: _Tensor | None,
+    wire: str | None,
+    algo: str | None,
+) -> _Tensor | bool | None: ...
+def quick_gemm_ar_node(
+    ctx: Any,
+    x: _Tensor,
+    w: _Tensor,
+    bias: _Tensor | None,
+    world: int,
+    wire: str | None,
+    algo: str | None,
+) -> _Tensor: ...
 def all_gather(
     world: int, x: _Tensor, out: _Tensor, rows: Sequence[int] | None, grad: bool
 ) -> None: ...
@@ -209,6 +259,12 @@ def launch_us(
     world: int, x: _Tensor, w: _Tensor, out: _Tensor, times: int
 ) -> tuple[float, float]: ...
 def use_exchange_api(tensor: type) -> None: ...
+def use_torch(
+    types: tuple[type, type],
+    grad_enabled: Callable[[], bool],
+    watching: Sequence[Callable[[], object]],
+    forward_ad: object,
+) -> None: ...
 def use_cubins(dir: str) -> None: ...
 def world_of_store(
     store: object,

@@ -148,6 +148,11 @@ impl SumParams<'_> {
         }
         Ok((desc, m, self.algo.map(str::parse).transpose()?))
     }
+
+    fn of(self, py: Python<'_>, call: &Call, t: &GemmRsInputs) -> PyResult<Described<GemmRsDesc>> {
+        let forms = (Form::from(&t.x), Form::from(&t.w), t.out.dtype());
+        self.describe(forms, call.size()).map_err(|e| e.op(call.op)).or_raise(py)
+    }
 }
 
 /// `out [m, n] = act(all_gather(x [m/P, k]) w^T + bias)`; `gathered [m, k]` and `aux [m, n]`
@@ -179,18 +184,39 @@ pub fn ag_gemm(
     let scale = call.optional("scale", scale)?;
     let rows = rows.as_deref();
     let params = AgParams { act, rows, kn, algo, bias: bias.is_some(), aux: aux.is_some() };
-    let forms = (Form::from(&x), Form::from(&w), out.dtype());
+    let new = AgGemmInputs::new(x, w, out);
+    let inputs = AgGemmInputs { bias, scale, aux_out: aux, gathered, ..new };
+    run_ag(py, &call, inputs, params, Backward { needed: grad, returns_gathered })
+}
+
+/// The plans of a backward pass that a forward call makes, too.
+#[derive(Clone, Copy)]
+pub struct Backward {
+    pub needed: bool,
+    /// True if the caller gets the gathered X, which it may use in other ways.
+    pub returns_gathered: bool,
+}
+
+/// Launches `ag_gemm`.
+pub fn run_ag(
+    py: Python<'_>,
+    call: &Call,
+    inputs: AgGemmInputs,
+    params: AgParams<'_>,
+    backward: Backward,
+) -> PyResult<()> {
+    let forms = (Form::from(&inputs.x), Form::from(&inputs.w), inputs.out.dtype());
     let (desc, m, algo) =
         params.describe(forms, call.size()).map_err(|e| e.op(call.op)).or_raise(py)?;
     // The gradient of X: the mirrored product, with the weight in the other order.
-    let mirror = grad.then(|| GemmRsDesc {
-        w_order: if kn { BOrder::Nk } else { BOrder::Kn },
+    let mirror = backward.needed.then(|| GemmRsDesc {
+        w_order: if params.kn { BOrder::Nk } else { BOrder::Kn },
         shards: desc.shards.clone(),
         ..GemmRsDesc::new(desc.m, desc.k, desc.n, desc.x)
     });
-    // And of the gathered X, which the caller may use in other ways.
+    // And of the gathered X.
     let (k, most, dtype) = (desc.k, desc.m, desc.x);
-    let scatter = (grad && returns_gathered)
+    let scatter = (backward.needed && backward.returns_gathered)
         .then(|| CollectiveKind::ReduceScatter(desc.shards.clone(), ReduceOp::Sum));
     call.run(py, |stream| {
         if let Some(mirror) = mirror {
@@ -200,50 +226,61 @@ pub fn ag_gemm(
             let desc = CollectiveDesc { kind, m: most, cols: k, dtype };
             collective::plan(&call.member, &desc, stream)?;
         }
-        let plan = ag_plan(&call.member, (desc, algo), stream)?;
-        let new = AgGemmInputs::new(x, w, out);
-        plan.launch(stream, m, AgGemmInputs { bias, scale, aux_out: aux, gathered, ..new })
+        ag_plan(&call.member, (desc, algo), stream)?.launch(stream, m, inputs)
     })
 }
 
-/// A product whose partial results are added over the ranks.
-struct Sum {
-    desc: GemmRsDesc,
-    m: usize,
-    algo: Option<OverlapConfig>,
-    inputs: GemmRsInputs,
-}
-
-/// The tensors and the description of `gemm_rs` and `gemm_ar`.
+/// The tensors of `gemm_rs` and `gemm_ar` in Python.
 struct SumArgs<'a, 'py> {
     x: &'a Bound<'py, PyAny>,
     w: &'a Bound<'py, PyAny>,
     bias: Option<&'a Bound<'py, PyAny>>,
     scale: Option<&'a Bound<'py, PyAny>>,
     out: &'a Bound<'py, PyAny>,
-    rows: Option<Vec<usize>>,
-    kn: bool,
-    wire: Option<&'a str>,
-    algo: Option<&'a str>,
 }
 
-fn sum(call: &Call, a: SumArgs<'_, '_>) -> PyResult<Sum> {
-    let py = a.x.py();
-    let (x, w) = (call.tensor("x", a.x)?, call.tensor("w", a.w)?);
-    let (bias, out) = (call.optional("bias", a.bias)?, call.tensor("out", a.out)?);
-    let params = SumParams {
-        rows: a.rows.as_deref(),
-        kn: a.kn,
-        wire: a.wire,
-        algo: a.algo,
-        bias: bias.is_some(),
-    };
-    let forms = (Form::from(&x), Form::from(&w), out.dtype());
-    let described = params.describe(forms, call.size());
-    let (desc, m, algo) = described.map_err(|e| e.op(call.op)).or_raise(py)?;
-    let scale = call.optional("scale", a.scale)?;
-    let inputs = GemmRsInputs { bias, scale, ..GemmRsInputs::new(x, w, out) };
-    Ok(Sum { desc, m, algo, inputs })
+impl SumArgs<'_, '_> {
+    fn inputs(&self, call: &Call) -> PyResult<GemmRsInputs> {
+        let (x, w) = (call.tensor("x", self.x)?, call.tensor("w", self.w)?);
+        let (bias, out) = (call.optional("bias", self.bias)?, call.tensor("out", self.out)?);
+        let scale = call.optional("scale", self.scale)?;
+        Ok(GemmRsInputs { bias, scale, ..GemmRsInputs::new(x, w, out) })
+    }
+}
+
+/// Launches `gemm_rs`. With `grad`, the plan that the backward pass needs is made, too.
+pub fn run_rs(
+    py: Python<'_>,
+    call: &Call,
+    inputs: GemmRsInputs,
+    params: SumParams<'_>,
+    grad: bool,
+) -> PyResult<()> {
+    let (d, m, algo) = params.of(py, call, &inputs)?;
+    let mirror = grad.then(|| AgGemmDesc {
+        w_order: if params.kn { BOrder::Nk } else { BOrder::Kn },
+        shards: d.shards.clone(),
+        ..AgGemmDesc::new(d.m, d.k, d.n, d.x)
+    });
+    call.run(py, |stream| {
+        if let Some(mirror) = mirror {
+            ag_plan(&call.member, (mirror, algo), stream)?;
+        }
+        rs_plan(&call.member, (d, algo), stream)?.launch(stream, m, inputs)
+    })
+}
+
+/// Launches `gemm_ar`.
+pub fn run_ar(
+    py: Python<'_>,
+    call: &Call,
+    inputs: GemmRsInputs,
+    params: SumParams<'_>,
+) -> PyResult<()> {
+    let (d, m, algo) = params.of(py, call, &inputs)?;
+    call.run(py, |stream| {
+        ar_plan(&call.member, (GemmArDesc(d), algo), stream)?.launch(stream, m, inputs)
+    })
 }
 
 /// `out [m/P, n] = reduce_scatter(x [m, k] w^T) + bias`. With `grad`, the plan that the backward
@@ -265,19 +302,9 @@ pub fn gemm_rs<'py>(
     grad: bool,
 ) -> PyResult<()> {
     let call = Call::new(py, "gemm_rs", world)?;
-    let s = sum(&call, SumArgs { x, w, bias, scale, out, rows, kn, wire, algo })?;
-    let d = &s.desc;
-    let mirror = grad.then(|| AgGemmDesc {
-        w_order: if kn { BOrder::Nk } else { BOrder::Kn },
-        shards: d.shards.clone(),
-        ..AgGemmDesc::new(d.m, d.k, d.n, d.x)
-    });
-    call.run(py, |stream| {
-        if let Some(mirror) = mirror {
-            ag_plan(&call.member, (mirror, s.algo), stream)?;
-        }
-        rs_plan(&call.member, (s.desc, s.algo), stream)?.launch(stream, s.m, s.inputs)
-    })
+    let inputs = SumArgs { x, w, bias, scale, out }.inputs(&call)?;
+    let params = SumParams { rows: rows.as_deref(), kn, wire, algo, bias: bias.is_some() };
+    run_rs(py, &call, inputs, params, grad)
 }
 
 /// `out [m, n] = all_reduce(x [m, k] w^T) + bias`.
@@ -296,9 +323,6 @@ pub fn gemm_ar<'py>(
     algo: Option<&str>,
 ) -> PyResult<()> {
     let call = Call::new(py, "gemm_ar", world)?;
-    let s = sum(&call, SumArgs { x, w, bias, scale, out, rows: None, kn, wire, algo })?;
-    call.run(py, |stream| {
-        let plan = ar_plan(&call.member, (GemmArDesc(s.desc), s.algo), stream)?;
-        plan.launch(stream, s.m, s.inputs)
-    })
+    let inputs = SumArgs { x, w, bias, scale, out }.inputs(&call)?;
+    run_ar(py, &call, inputs, SumParams { rows: None, kn, wire, algo, bias: bias.is_some() })
 }

@@ -1,12 +1,15 @@
 """Calls that skip torch's dispatcher are seen all the same by whoever watches operations."""
 
+import contextlib
 import sys
 
+import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tilewire.torch as tw
+from tilewire import _native
 
 
 class Names(TorchDispatchMode):
@@ -80,3 +83,94 @@ def test_nothing_else_is_called_where_nothing_watches(world, device):
     experts, splits = torch.randn(2, 3, 8, device=device), torch.tensor([1, 3], device=device)
     direct = tw.grouped_gemm(x, experts, splits)
     assert torch.equal(direct, torch.ops.tilewire.grouped_fprop(x, [experts], None, splits))
+
+
+def products(size):
+    """Each product, the x of a rank and its w in f32; x with inner dimensions, w as it lies and
+    transposed."""
+    for op in (tw.ag_gemm, tw.gemm_rs, tw.gemm_ar):
+        for inner in ((), (3, 2)):
+            for turned in (False, True):
+                x = torch.randn(2 * size, *inner, 8)
+                w = torch.randn(8, 5).t() if turned else torch.randn(5, 8)
+                yield op, x, w
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_shortest_way_has_the_bits_of_the_dispatchers(world, device, dtype):
+    """Outputs and gradients, whichever inputs need one; a mode makes calls take the other way."""
+    torch.manual_seed(world.rank)
+    num = 0
+    for op, x, w in products(world.size):
+        bias = torch.randn(5, dtype=[torch.float32, dtype][num % 2]).to(device)
+        for needs in [(), (0,), (1,), (2,), (0, 1), (0, 1, 2)]:
+            num += 1
+            results = []
+            for watched in (False, True):
+                made = [x.to(device, dtype), w.to(device, dtype), bias.clone()]
+                assert made[1].is_contiguous() == w.is_contiguous()
+                for i in needs:
+                    made[i].requires_grad_()
+                given = made[2] if num % 3 or 2 in needs else None
+                with Names() if watched else contextlib.nullcontext() as mode:
+                    y = op(made[0], made[1], bias=given)
+                assert y.shape[1:] == (*x.shape[1:-1], 5) and y.requires_grad == bool(needs)
+                assert not watched or any("tilewire::" in n for n in mode.names)
+                if needs:
+                    dy = torch.ones_like(y) * torch.arange(5, device=device)
+                    y.backward(dy)
+                results.append([y.detach(), *(t.grad for t in made)])
+            for a, b in zip(*results):
+                assert (a is None) == (b is None)
+                assert a is None or torch.equal(a, b) and a.shape == b.shape
+
+
+def test_the_shortest_way_is_taken_where_nothing_else_is_asked(world, device):
+    """`True` asks for a node of autograd, `None` for the way in Python."""
+    x, w = torch.ones(4, 8, device=device), torch.ones(2, 8, device=device)
+    parameter = torch.nn.Parameter(w)
+
+    class Own(torch.Tensor):
+        pass
+
+    def way(x=x, w=w, bias=None):
+        seen = [
+            quick(world.handle, x, w, bias, None, None)
+            for quick in (_native.quick_ag_gemm, _native.quick_gemm_rs, _native.quick_gemm_ar)
+        ]
+        kinds = {y if y is None or y is True else "tensor" for y in seen}
+        assert len(kinds) == 1
+        return kinds.pop()
+
+    assert way(x, w) == "tensor" and way(x, w.t().contiguous().t()) == "tensor"
+    assert way(w=parameter) is True and way(x.clone().requires_grad_()) is True
+    with torch.no_grad():
+        assert way(w=parameter) == "tensor"
+    with Names():
+        assert way() is None and way(w=parameter) is None
+    with torch.profiler.profile():
+        assert way() is None
+    with torch.autocast(device.type, dtype=torch.bfloat16):
+        assert way() is None
+    with torch.autograd.forward_ad.dual_level():
+        assert way() is None
+    torch.func.vmap(lambda t: (assert_none(way()), t)[1])(x)
+    for other in (x.as_subclass(Own), torch._neg_view(x), x.t(), x[:, ::2], x[0], x.to("meta")):
+        assert way(other) is None
+    for other in (w.as_subclass(Own), torch._neg_view(w), w[:, ::2], w[None], w.to("meta")):
+        assert way(w=other) is None
+    two = torch.ones(2, device=device)
+    assert way(bias=two) == "tensor" and way(bias=two.requires_grad_()) is True
+    for other in (two.half(), torch.ones(4, device=device)[::2], two.as_subclass(Own)):
+        assert way(bias=other) is None
+
+
+def assert_none(x):
+    assert x is None
+
+
+def test_negated_views_are_negated(world, device):
+    x, w = torch.ones(4 * world.size, 8, device=device), torch.ones(2, 8, device=device)
+    for op, num in ((tw.ag_gemm, 1), (tw.gemm_rs, world.size), (tw.gemm_ar, world.size)):
+        for args in ((torch._neg_view(x), w), (x, torch._neg_view(w))):
+            assert bool((op(*args) == -8 * num).all())

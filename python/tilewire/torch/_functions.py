@@ -8,10 +8,27 @@ wants it: its output is the same on all ranks, and so must its gradient be.
 import torch
 from torch.autograd import forward_ad
 
+from .. import _native
 from .._errors import InvalidArgument, Unsupported
 from . import _ops
 from ._quant import QTensor, fp8_operands
 from ._world import handle_of
+
+
+# Calls that nothing else watches go the shortest way, in Rust: `_native.quick_*` return None where
+# a function here is truthy, where a forward-mode level is open, and for tensors that are not plain.
+_native.use_torch(
+    (torch.Tensor, torch.nn.Parameter),
+    torch.is_grad_enabled,
+    [
+        torch._C._len_torch_dispatch_stack,
+        torch._C._are_functorch_transforms_active,
+        torch._C._is_any_autocast_enabled,
+        torch.autograd._profiler_enabled,
+    ],
+    forward_ad,
+)
+_compiling = torch.compiler.is_compiling
 
 
 class Differentiable(torch.autograd.Function):
@@ -199,6 +216,30 @@ class _AgGemm(Differentiable):
         return dx, dw, dbias, None, None, None, None, None
 
 
+class _QuickAgGemm(Differentiable):
+    """Without activation, uneven rows and returned rows. Tensors keep their inner dimensions."""
+
+    forward = _native.quick_ag_gemm_node
+
+    @staticmethod
+    def backward(ctx, dy):
+        _once()
+        w, gathered = ctx.saved_tensors
+        world, algo, bias_dtype = ctx.args
+        needs_x, needs_w, needs_bias = ctx.needs_input_grad[:3]
+        dz = _flat(dy.contiguous())
+        dx = dw = dbias = None
+        if needs_x:
+            w, kn = _ops.weight_order(w)
+            dx = _ops.gemm_rs(dz, w, None, world, None, not kn, None, algo, False)
+            dx = _folded(dx, dy)
+        if needs_w:
+            dw = dz.t() @ _flat(gathered)
+        if needs_bias:
+            dbias = _grad_bias(dz, bias_dtype)
+        return dx, dw, dbias, None, None
+
+
 def ag_gemm(
     x,
     w,
@@ -236,6 +277,12 @@ def ag_gemm(
         NotPrepared: a capture is in progress, and this shape was not called before it.
     """
     world = handle_of(group)
+    if rows is None and not return_gathered and not _compiling():
+        y = _native.quick_ag_gemm(world, x, w, bias, activation, algo)
+        if y is True:
+            return _QuickAgGemm._apply(x, w, bias, world, algo)
+        if y is not None:
+            return y
     if isinstance(x, QTensor) or isinstance(w, QTensor):
         if return_gathered:
             raise InvalidArgument("ag_gemm: a gathered QTensor is not returned: use all_gather")
@@ -285,6 +332,26 @@ class _GemmRs(Differentiable):
         return dx, dw, _grad_bias(dy_all, ctx.bias_dtype), None, None, None, None
 
 
+class _QuickGemmRs(Differentiable):
+    """With as many rows for each rank. Tensors keep their inner dimensions."""
+
+    forward = _native.quick_gemm_rs_node
+
+    @staticmethod
+    def backward(ctx, dy):
+        _once()
+        w, x = ctx.saved_tensors
+        world, algo, bias_dtype = ctx.args
+        _, needs_w, needs_bias = ctx.needs_input_grad[:3]
+        w, kn = _ops.weight_order(w)
+        dx, dy_all = _ops.ag_gemm_gather(
+            _flat(dy.contiguous()), w, None, world, None, None, not kn, algo, False, False
+        )
+        dw = dy_all.t() @ _flat(x) if needs_w else None
+        dbias = _grad_bias(dy_all, bias_dtype) if needs_bias else None
+        return _folded(dx, dy), dw, dbias, None, None, None
+
+
 def gemm_rs(x, w, group=None, *, bias=None, rows=None, wire=None, algo=None):
     """``reduce_scatter(x @ w.T) + bias``: the row-parallel linear layer.
 
@@ -307,6 +374,12 @@ def gemm_rs(x, w, group=None, *, bias=None, rows=None, wire=None, algo=None):
         As :func:`ag_gemm`.
     """
     world = handle_of(group)
+    if rows is None and not _compiling():
+        y = _native.quick_gemm_rs(world, x, w, bias, wire, algo)
+        if y is True:
+            return _QuickGemmRs._apply(x, w, bias, world, wire, algo)
+        if y is not None:
+            return y
     if isinstance(x, QTensor) or isinstance(w, QTensor):
         x, w, bias, scale = fp8_operands("gemm_rs", x, w, bias)
         rows = _even_rows(x, world) if rows is None else _rows_of(x, rows)
@@ -346,6 +419,22 @@ class _GemmAr(Differentiable):
         return dx, dw, _grad_bias(dy, ctx.bias_dtype), None, None, None
 
 
+class _QuickGemmAr(Differentiable):
+    """Tensors keep their inner dimensions."""
+
+    forward = _native.quick_gemm_ar_node
+
+    @staticmethod
+    def backward(ctx, dy):
+        _once()
+        w, x = ctx.saved_tensors
+        bias_dtype = ctx.args[2] if ctx.needs_input_grad[2] else None
+        dz = _flat(dy)
+        dx = None if w is None else dy @ w
+        dw = None if x is None else dz.t() @ _flat(x)
+        return dx, dw, _grad_bias(dz, bias_dtype), None, None, None
+
+
 def gemm_ar(x, w, group=None, *, bias=None, wire=None, algo=None):
     """``all_reduce(x @ w.T) + bias``: the row-parallel linear layer with whole outputs.
 
@@ -362,6 +451,12 @@ def gemm_ar(x, w, group=None, *, bias=None, wire=None, algo=None):
         As :func:`ag_gemm`.
     """
     world = handle_of(group)
+    if not _compiling():
+        y = _native.quick_gemm_ar(world, x, w, bias, wire, algo)
+        if y is True:
+            return _QuickGemmAr._apply(x, w, bias, world, wire, algo)
+        if y is not None:
+            return y
     if isinstance(x, QTensor) or isinstance(w, QTensor):
         x, w, bias, scale = fp8_operands("gemm_ar", x, w, bias)
         return _ops.gemm_ar(x, w, bias, world, False, wire, algo, scale)

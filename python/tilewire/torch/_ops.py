@@ -52,8 +52,10 @@ def _define(schema, run, shapes, direct=True):
             return op(*args)
         if has_lists and not all(all_plain(map(type, a)) for a in args if type(a) is list):
             return op(*args)
-        x = args[0]
-        return op(*args) if x.is_meta or x.is_neg() else run(*args)
+        # First come the operands. One that is negated lazily is made by the dispatcher.
+        x, w = args[0], args[1]
+        lazy = x.is_meta or x.is_neg() or isinstance(w, torch.Tensor) and w.is_neg()
+        return op(*args) if lazy else run(*args)
 
     return call
 

@@ -1,0 +1,414 @@
+//! The shortest way of a call: from Python's arguments to the launch in one step.
+//!
+//! A call of `tilewire.torch` depends on what watches it (modes, transforms, profilers, autocast,
+//! gradients) and on the types and strides of its tensors. Asked in Python, these questions take
+//! longer than the rest of the call. Here they go through the interpreter's C functions and
+//! DLPack's views of the tensors.
+//!
+//! A function of this file makes its output and launches where nothing asks for more. Where a
+//! gradient is wanted, it returns `True`: the caller makes a node of autograd, whose forward
+//! function is here, too. In all other cases it has done nothing and returns `None`: the caller
+//! goes the way in Python, which has the same results, and reports what is wrong with an argument.
+
+use pyo3::ffi;
+use pyo3::intern;
+use pyo3::prelude::*;
+use pyo3::sync::PyOnceLock;
+use pyo3::types::{PyBool, PyTuple};
+use tilewire::ops::ag_gemm::AgGemmInputs;
+use tilewire::ops::gemm_rs::GemmRsInputs;
+use tilewire::prelude::*;
+
+use crate::call::Call;
+use crate::dlpack::{self, DlTensor};
+use crate::ops::overlap::{AgParams, Backward, SumParams, run_ag, run_ar, run_rs};
+
+/// Functions of torch that say what watches a call, and the types that stand for themselves.
+struct Torch {
+    tensor: Py<PyAny>,
+    parameter: Py<PyAny>,
+    grad_enabled: Py<PyAny>,
+    /// Functions without arguments: each returns something false where it sees nothing.
+    watching: Vec<Py<PyAny>>,
+    forward_ad: Py<PyAny>,
+}
+
+static TORCH: PyOnceLock<Torch> = PyOnceLock::new();
+
+/// Takes torch's types `(Tensor, Parameter)` and functions: see [`Torch`].
+#[pyfunction]
+pub fn use_torch(
+    py: Python<'_>,
+    types: (Py<PyAny>, Py<PyAny>),
+    grad_enabled: Py<PyAny>,
+    watching: Vec<Py<PyAny>>,
+    forward_ad: Py<PyAny>,
+) {
+    let (tensor, parameter) = types;
+    TORCH.get_or_init(py, || Torch { tensor, parameter, grad_enabled, watching, forward_ad });
+}
+
+impl Torch {
+    /// Returns whether nothing watches calls of this thread.
+    fn unwatched(&self, py: Python<'_>) -> PyResult<bool> {
+        for f in &self.watching {
+            if f.bind(py).call0()?.is_truthy()? {
+                return Ok(false);
+            }
+        }
+        let level = self.forward_ad.bind(py).getattr(intern!(py, "_current_level"))?;
+        Ok(level.extract::<i64>()? < 0)
+    }
+
+    /// Returns the view of a tensor that stands for itself: no subclass, nothing lazy, of 16 bits
+    /// an element or more.
+    fn plain<'a, 'py>(&self, obj: &'a Bound<'py, PyAny>) -> PyResult<Option<Plain<'a, 'py>>> {
+        let kind = obj.get_type_ptr().cast::<ffi::PyObject>();
+        if kind != self.tensor.as_ptr() && kind != self.parameter.as_ptr() {
+            return Ok(None);
+        }
+        if obj.call_method0(intern!(obj.py(), "is_neg"))?.is_truthy()? {
+            return Ok(None);
+        }
+        let view = dlpack::view(obj, "a tensor").ok();
+        let usable = view.filter(|t| !t.data.is_null() && t.bits >= 16);
+        Ok(usable.map(|view| Plain { obj, view }))
+    }
+
+    /// Returns the operands of a product if the kernels take them as they lie.
+    fn operands<'a, 'py>(&self, args: Args<'a, 'py>) -> PyResult<Option<Operands<'a, 'py>>> {
+        let (Some(x), Some(w)) = (self.plain(args.x)?, self.plain(args.w)?) else {
+            return Ok(None);
+        };
+        let kn = !w.view.is_dense();
+        let lies = x.view.ndim >= 2 && x.view.is_dense() && w.view.ndim == 2;
+        if !lies || kn && !w.view.is_dense_transposed() {
+            return Ok(None);
+        }
+        let mut bias = None;
+        if let Some(obj) = args.bias {
+            let fits = |b: &Plain<'_, '_>| {
+                b.view.is_dense() && (b.view.is_f32() || b.view.same_type(&x.view))
+            };
+            let Some(found) = self.plain(obj)?.filter(fits) else { return Ok(None) };
+            bias = Some(found);
+        }
+        Ok(Some(Operands { x, w, bias, kn }))
+    }
+}
+
+/// The tensors of a product as Python passes them.
+#[derive(Clone, Copy)]
+struct Args<'a, 'py> {
+    x: &'a Bound<'py, PyAny>,
+    w: &'a Bound<'py, PyAny>,
+    bias: Option<&'a Bound<'py, PyAny>>,
+}
+
+impl<'a, 'py> Args<'a, 'py> {
+    /// Returns the operands if nothing but a gradient asks for more than the launch, and whether
+    /// one does.
+    fn look(self) -> PyResult<Option<(Operands<'a, 'py>, bool)>> {
+        let py = self.x.py();
+        let Some(torch) = TORCH.get(py) else { return Ok(None) };
+        if !torch.unwatched(py)? {
+            return Ok(None);
+        }
+        let Some(operands) = torch.operands(self)? else { return Ok(None) };
+        let mut grad = false;
+        if torch.grad_enabled.bind(py).call0()?.is_truthy()? {
+            for t in [Some(self.x), Some(self.w), self.bias].into_iter().flatten() {
+                grad = grad || t.getattr(intern!(py, "requires_grad"))?.is_truthy()?;
+            }
+        }
+        Ok(Some((operands, grad)))
+    }
+
+    /// The operands in the forward function of a node, which is made where [`Args::look`] found
+    /// them.
+    fn again(self) -> PyResult<Operands<'a, 'py>> {
+        let py = self.x.py();
+        let found = TORCH.get(py).map(|t| t.operands(self)).transpose()?.flatten();
+        let lost = || Error::internal("the operands of a product have changed during its call");
+        found.ok_or_else(|| crate::errors::exception(py, &lost()))
+    }
+}
+
+/// A tensor of torch and its view.
+struct Plain<'a, 'py> {
+    obj: &'a Bound<'py, PyAny>,
+    view: DlTensor,
+}
+
+impl<'py> Plain<'_, 'py> {
+    /// Rows, which are all dimensions but the last one, and columns.
+    fn flat(&self) -> [i64; 2] {
+        match self.view.dims().split_last() {
+            Some((cols, rows)) => [rows.iter().product(), *cols],
+            None => [1, 1],
+        }
+    }
+
+    /// Its elements in the shape `dims`, where they lie.
+    fn tensor(&self, what: &str, dims: &[i64], call: &Call) -> PyResult<Tensor> {
+        // SAFETY: the view is of `obj`, which the caller of this call keeps, and dense, or the
+        // transposed view of what is dense in the shape that the caller passes.
+        unsafe { dlpack::reshaped(self.obj.py(), &self.view, dims, what, &call.device) }
+    }
+
+    /// Makes a tensor of this type: `rows` for its first dimension, `cols` for its last one.
+    fn new_like(&self, rows: i64, cols: i64) -> PyResult<Bound<'py, PyAny>> {
+        let py = self.obj.py();
+        let inner = self.view.dims().get(1..self.view.dims().len() - 1).unwrap_or_default();
+        let shape = match inner {
+            [] => (rows, cols).into_pyobject(py)?,
+            _ => PyTuple::new(py, [&[rows], inner, &[cols]].concat())?,
+        };
+        self.obj.getattr(intern!(py, "new_empty"))?.call1(shape)
+    }
+}
+
+/// The operands of a product that may go the shortest way.
+struct Operands<'a, 'py> {
+    x: Plain<'a, 'py>,
+    w: Plain<'a, 'py>,
+    bias: Option<Plain<'a, 'py>>,
+    /// True if `w` is the transposed view of a matrix `[k, n]`.
+    kn: bool,
+}
+
+impl<'py> Operands<'_, 'py> {
+    /// Rows of the weight: columns of the product.
+    fn n(&self) -> i64 {
+        self.w.view.dims()[0]
+    }
+
+    fn x(&self, call: &Call) -> PyResult<Tensor> {
+        self.x.tensor("x", &self.x.flat(), call)
+    }
+
+    /// The weight as it lies.
+    fn w(&self, call: &Call) -> PyResult<Tensor> {
+        let dims = self.w.view.dims();
+        let lies = if self.kn { [dims[1], dims[0]] } else { [dims[0], dims[1]] };
+        self.w.tensor("w", &lies, call)
+    }
+
+    fn bias(&self, call: &Call) -> PyResult<Option<Tensor>> {
+        self.bias.as_ref().map(|b| b.tensor("bias", b.view.dims(), call)).transpose()
+    }
+
+    /// Makes an output of `rows` for x's first dimension and `cols` columns, and returns it and its
+    /// elements as a matrix.
+    fn output(
+        &self,
+        (rows, cols): (i64, i64),
+        what: &str,
+        call: &Call,
+    ) -> PyResult<(Bound<'py, PyAny>, Tensor)> {
+        let made = self.x.new_like(rows, cols)?;
+        let view = dlpack::view(&made, what)?;
+        let made = Plain { obj: &made, view };
+        let tensor = made.tensor(what, &made.flat(), call)?;
+        Ok((made.obj.clone(), tensor))
+    }
+}
+
+/// Returns `True` where a node of autograd is to be made.
+fn node(py: Python<'_>) -> Py<PyAny> {
+    PyBool::new(py, true).to_owned().into_any().unbind()
+}
+
+/// Returns whether a node's input `i` needs a gradient.
+fn needs(ctx: &Bound<'_, PyAny>, i: usize) -> PyResult<bool> {
+    ctx.getattr(intern!(ctx.py(), "needs_input_grad"))?.get_item(i)?.is_truthy()
+}
+
+/// Keeps what the backward pass of a product takes: `w`, `rows`, and `(world, algo, dtype of the
+/// bias)` as `ctx.args`.
+fn keep(
+    ctx: &Bound<'_, PyAny>,
+    (w, rows): (Option<&Bound<'_, PyAny>>, Option<&Bound<'_, PyAny>>),
+    (world, algo): (u64, Option<&str>),
+    bias: Option<&Bound<'_, PyAny>>,
+) -> PyResult<()> {
+    let py = ctx.py();
+    ctx.call_method1(intern!(py, "save_for_backward"), (w, rows))?;
+    let dtype = bias.map(|b| b.getattr(intern!(py, "dtype"))).transpose()?;
+    ctx.setattr(intern!(py, "args"), (world, algo, dtype))
+}
+
+/// Launches `ag_gemm` and returns its output, and the gathered rows if `gather`. With `grad`, the
+/// plans of the backward pass are made, too.
+fn ag_gemm<'py>(
+    py: Python<'py>,
+    world: u64,
+    t: &Operands<'_, 'py>,
+    (act, algo): (Option<&str>, Option<&str>),
+    (grad, gather): (bool, bool),
+) -> PyResult<(Bound<'py, PyAny>, Option<Bound<'py, PyAny>>)> {
+    let call = Call::new(py, "ag_gemm", world)?;
+    let rows = t.x.view.dims()[0] * call.size() as i64;
+    let cols = if act == Some("swiglu") { t.n() / 2 } else { t.n() };
+    let (x, w, bias) = (t.x(&call)?, t.w(&call)?, t.bias(&call)?);
+    let (made, out) = t.output((rows, cols), "out", &call)?;
+    let (mut rows_made, mut gathered) = (None, None);
+    if gather {
+        let (obj, tensor) = t.output((rows, t.x.flat()[1]), "gathered", &call)?;
+        (rows_made, gathered) = (Some(obj), Some(tensor));
+    }
+    let params = AgParams { act, rows: None, kn: t.kn, algo, bias: bias.is_some(), aux: false };
+    let inputs = AgGemmInputs { bias, gathered, ..AgGemmInputs::new(x, w, out) };
+    run_ag(py, &call, inputs, params, Backward { needed: grad, returns_gathered: false })?;
+    Ok((made, rows_made))
+}
+
+/// `ag_gemm`: its output, `True` or `None`.
+#[pyfunction]
+pub fn quick_ag_gemm<'py>(
+    py: Python<'py>,
+    world: u64,
+    x: &Bound<'py, PyAny>,
+    w: &Bound<'py, PyAny>,
+    bias: Option<&Bound<'py, PyAny>>,
+    act: Option<&str>,
+    algo: Option<&str>,
+) -> PyResult<Option<Py<PyAny>>> {
+    let Some((operands, grad)) = (Args { x, w, bias }).look()? else { return Ok(None) };
+    if grad {
+        return Ok(act.is_none().then(|| node(py)));
+    }
+    let (out, _) = ag_gemm(py, world, &operands, (act, algo), (false, false))?;
+    Ok(Some(out.unbind()))
+}
+
+/// The forward function of `ag_gemm`'s node: its output. Keeps w and the gathered x.
+#[pyfunction]
+pub fn quick_ag_gemm_node<'py>(
+    py: Python<'py>,
+    ctx: &Bound<'py, PyAny>,
+    x: &Bound<'py, PyAny>,
+    w: &Bound<'py, PyAny>,
+    bias: Option<&Bound<'py, PyAny>>,
+    world: u64,
+    algo: Option<&str>,
+) -> PyResult<Py<PyAny>> {
+    let operands = (Args { x, w, bias }).again()?;
+    let (needs_x, needs_w) = (needs(ctx, 0)?, needs(ctx, 1)?);
+    // One rank has gathered its own rows.
+    let alone = crate::world::size_of(world) == 1;
+    let (out, gathered) =
+        ag_gemm(py, world, &operands, (None, algo), (needs_x, needs_w && !alone))?;
+    let rows = needs_w.then(|| gathered.as_ref().unwrap_or(x));
+    keep(ctx, (Some(w), rows), (world, algo), bias)?;
+    Ok(out.unbind())
+}
+
+/// Launches `gemm_rs` and returns its output.
+fn gemm_rs<'py>(
+    py: Python<'py>,
+    world: u64,
+    t: &Operands<'_, 'py>,
+    (wire, algo): (Option<&str>, Option<&str>),
+    grad: bool,
+) -> PyResult<Bound<'py, PyAny>> {
+    let call = Call::new(py, "gemm_rs", world)?;
+    let rows = t.x.view.dims()[0] / call.size() as i64;
+    let (x, w, bias) = (t.x(&call)?, t.w(&call)?, t.bias(&call)?);
+    let (made, out) = t.output((rows, t.n()), "out", &call)?;
+    let params = SumParams { rows: None, kn: t.kn, wire, algo, bias: bias.is_some() };
+    let inputs = GemmRsInputs { bias, ..GemmRsInputs::new(x, w, out) };
+    run_rs(py, &call, inputs, params, grad)?;
+    Ok(made)
+}
+
+/// `gemm_rs` where all ranks get equally many rows: its output, `True` or `None`.
+#[pyfunction]
+pub fn quick_gemm_rs<'py>(
+    py: Python<'py>,
+    world: u64,
+    x: &Bound<'py, PyAny>,
+    w: &Bound<'py, PyAny>,
+    bias: Option<&Bound<'py, PyAny>>,
+    wire: Option<&str>,
+    algo: Option<&str>,
+) -> PyResult<Option<Py<PyAny>>> {
+    let Some((t, grad)) = (Args { x, w, bias }).look()? else { return Ok(None) };
+    if t.x.view.dims()[0] % crate::world::size_of(world) as i64 != 0 {
+        return Ok(None);
+    }
+    if grad {
+        return Ok(Some(node(py)));
+    }
+    gemm_rs(py, world, &t, (wire, algo), false).map(|out| Some(out.unbind()))
+}
+
+/// The forward function of `gemm_rs`' node: its output. Keeps w and x.
+#[pyfunction]
+#[expect(clippy::too_many_arguments, reason = "torch passes the node's arguments by position")]
+pub fn quick_gemm_rs_node<'py>(
+    py: Python<'py>,
+    ctx: &Bound<'py, PyAny>,
+    x: &Bound<'py, PyAny>,
+    w: &Bound<'py, PyAny>,
+    bias: Option<&Bound<'py, PyAny>>,
+    world: u64,
+    wire: Option<&str>,
+    algo: Option<&str>,
+) -> PyResult<Py<PyAny>> {
+    let out = gemm_rs(py, world, &(Args { x, w, bias }).again()?, (wire, algo), true)?;
+    keep(ctx, (Some(w), needs(ctx, 1)?.then_some(x)), (world, algo), bias)?;
+    Ok(out.unbind())
+}
+
+/// Launches `gemm_ar` and returns its output.
+fn gemm_ar<'py>(
+    py: Python<'py>,
+    world: u64,
+    t: &Operands<'_, 'py>,
+    (wire, algo): (Option<&str>, Option<&str>),
+) -> PyResult<Bound<'py, PyAny>> {
+    let call = Call::new(py, "gemm_ar", world)?;
+    let (x, w, bias) = (t.x(&call)?, t.w(&call)?, t.bias(&call)?);
+    let (made, out) = t.output((t.x.view.dims()[0], t.n()), "out", &call)?;
+    let params = SumParams { rows: None, kn: t.kn, wire, algo, bias: bias.is_some() };
+    run_ar(py, &call, GemmRsInputs { bias, ..GemmRsInputs::new(x, w, out) }, params)?;
+    Ok(made)
+}
+
+/// `gemm_ar`: its output, `True` or `None`.
+#[pyfunction]
+pub fn quick_gemm_ar<'py>(
+    py: Python<'py>,
+    world: u64,
+    x: &Bound<'py, PyAny>,
+    w: &Bound<'py, PyAny>,
+    bias: Option<&Bound<'py, PyAny>>,
+    wire: Option<&str>,
+    algo: Option<&str>,
+) -> PyResult<Option<Py<PyAny>>> {
+    let Some((t, grad)) = (Args { x, w, bias }).look()? else { return Ok(None) };
+    if grad {
+        return Ok(Some(node(py)));
+    }
+    gemm_ar(py, world, &t, (wire, algo)).map(|out| Some(out.unbind()))
+}
+
+/// The forward function of `gemm_ar`'s node: its output. Keeps w and x.
+#[pyfunction]
+#[expect(clippy::too_many_arguments, reason = "torch passes the node's arguments by position")]
+pub fn quick_gemm_ar_node<'py>(
+    py: Python<'py>,
+    ctx: &Bound<'py, PyAny>,
+    x: &Bound<'py, PyAny>,
+    w: &Bound<'py, PyAny>,
+    bias: Option<&Bound<'py, PyAny>>,
+    world: u64,
+    wire: Option<&str>,
+    algo: Option<&str>,
+) -> PyResult<Py<PyAny>> {
+    let out = gemm_ar(py, world, &(Args { x, w, bias }).again()?, (wire, algo))?;
+    let saved = (needs(ctx, 0)?.then_some(w), needs(ctx, 1)?.then_some(x));
+    keep(ctx, saved, (world, algo), bias)?;
+    Ok(out.unbind())
+}
