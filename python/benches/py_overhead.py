@@ -2,8 +2,8 @@
 
 One rank, small shapes, so that the host's work is what is timed. Each line has two figures in
 microseconds: the median of calls that are timed one by one, and the mean of calls in a row, without
-a look at the clock between them (the fastest of seven rows). On a GPU calls are queued and waited
-for in batches.
+a look at the clock between them (of the median row). All lines are timed in turn, and again, since
+a processor has not the same rate all the time. On a GPU calls are queued and waited for in batches.
 """
 
 import argparse
@@ -17,26 +17,50 @@ import tilewire
 import tilewire.torch as tw
 from tilewire import _native
 
+ROUNDS = 12
 
-def timed(call, device, times):
-    for _ in range(50):
-        call()
-    all_us = []
-    for i in range(times):
-        start = time.perf_counter_ns()
-        call()
-        all_us.append((time.perf_counter_ns() - start) / 1e3)
-        if i % 32 == 31 and device.type == "cuda":
-            torch.cuda.synchronize()
-    best, num = float("inf"), max(times // 8, 1)
-    for _ in range(7):
-        start = time.perf_counter_ns()
-        for _ in range(num):
-            call()
-        best = min(best, (time.perf_counter_ns() - start) / 1e3 / num)
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-    return statistics.median(all_us), best
+
+class Timed:
+    """A line: its call, and what was measured so far."""
+
+    def __init__(self, what, call, under=torch.enable_grad):
+        self.what, self.call, self.under = what, call, under
+        self.all_us, self.rows_us = [], []
+
+    def round(self, device, times):
+        with self.under():
+            self.alone(device, times)
+            start = time.perf_counter_ns()
+            for _ in range(times):
+                self.call()
+            self.rows_us.append((time.perf_counter_ns() - start) / 1e3 / times)
+            waited(device)
+
+    def alone(self, device, times):
+        for i in range(times):
+            start = time.perf_counter_ns()
+            self.call()
+            self.all_us.append((time.perf_counter_ns() - start) / 1e3)
+            if i % 32 == 31:
+                waited(device)
+        waited(device)
+
+    def figures(self):
+        return statistics.median(self.all_us), statistics.median(self.rows_us)
+
+
+class Launch(Timed):
+    """As the others, timed in Rust."""
+
+    def round(self, device, times):
+        alone, row = self.call(times)
+        self.all_us.append(alone)
+        self.rows_us.append(row)
+
+
+def waited(device):
+    if device.type == "cuda":
+        torch.cuda.synchronize()
 
 
 class Empty(torch.autograd.Function):
@@ -56,46 +80,51 @@ def over(a, b):
     return tuple(x - y for x, y in zip(a, b))
 
 
-def rows(device, times):
+def lines(world, device):
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     made = dict(device=device, dtype=dtype)
     x, w = torch.randn(16, 64, **made), torch.randn(32, 64, **made)
     experts, splits = torch.randn(4, 32, 64, **made), torch.tensor([4] * 4, device=device)
     out = torch.empty(16, 32, **made)
-    world = tw.init(device=device)
-    tw.ag_gemm(x, w)
-    launch = _native.launch_us(world.handle, x, w, out, times)
-    yield "ag_gemm: launch in Rust", launch
     args = (world.handle, x, w, None, out, *[None] * 5, False, None, False, False)
-    yield "ag_gemm: native call", timed(lambda: _native.ag_gemm(*args), device, times)
-    with torch.no_grad():
-        plain = timed(lambda: tw.ag_gemm(x, w), device, times)
-        yield "ag_gemm: call without grad", plain
-        yield "ag_gemm: over the launch, without grad", over(plain, launch)
     xg, wg = (t.clone().requires_grad_() for t in (x, w))
-    grad = timed(lambda: tw.ag_gemm(xg, wg), device, times)
-    yield "ag_gemm: call with grad, forward", grad
-    yield "ag_gemm: over the launch, forward with grad", over(grad, launch)
-    yield "an autograd.Function that makes its output", timed(
-        lambda: Empty.apply(xg, wg), device, times
-    )
-    with torch.no_grad():
-        yield "torch.mm", timed(lambda: x @ w.t(), device, times)
-        yield "grouped_gemm: call without grad", timed(
-            lambda: tw.grouped_gemm(x, experts, splits), device, times
-        )
-        if device.type == "cuda":
-            ends = splits.cumsum(0, dtype=torch.int32)
-            b = experts.transpose(1, 2)
-            yield "torch._grouped_mm", timed(lambda: torch._grouped_mm(x, b, ends), device, times)
-        yield "all_gather: call without grad", timed(lambda: tw.all_gather(x), device, times)
+    off = torch.no_grad
+    tw.ag_gemm(x, w)
+    yield Launch("ag_gemm: launch in Rust", lambda n: _native.launch_us(world.handle, x, w, out, n))
+    yield Timed("ag_gemm: native call", lambda: _native.ag_gemm(*args))
+    yield Timed("ag_gemm: call without grad", lambda: tw.ag_gemm(x, w), off)
+    yield Timed("ag_gemm: call with grad, forward", lambda: tw.ag_gemm(xg, wg))
+    yield Timed("an autograd.Function that makes its output", lambda: Empty.apply(xg, wg))
+    yield Timed("torch.mm", lambda: x @ w.t(), off)
+    yield Timed("grouped_gemm: call without grad", lambda: tw.grouped_gemm(x, experts, splits), off)
+    if device.type == "cuda":
+        ends = splits.cumsum(0, dtype=torch.int32)
+        b = experts.transpose(1, 2)
+        yield Timed("torch._grouped_mm", lambda: torch._grouped_mm(x, b, ends), off)
+    yield Timed("all_gather: call without grad", lambda: tw.all_gather(x), off)
+
+
+def rows(device, times):
+    world = tw.init(device=device)
+    timed = list(lines(world, device))
+    for t in timed:
+        t.round(device, 50)
+        t.all_us, t.rows_us = [], []
+    for _ in range(ROUNDS):
+        for t in timed:
+            t.round(device, max(times // ROUNDS, 1))
+    found = {t.what: t.figures() for t in timed}
+    yield from found.items()
+    launch = found["ag_gemm: launch in Rust"]
+    for what in ("call without grad", "call with grad, forward"):
+        yield f"ag_gemm: {what}, over the launch", over(found[f"ag_gemm: {what}"], launch)
     world.finalize()
 
 
 def main():
     p = argparse.ArgumentParser(description=__doc__)
     p.add_argument("--device", default="cpu")
-    p.add_argument("--times", type=int, default=2000)
+    p.add_argument("--times", type=int, default=3000)
     p.add_argument("--json", action="store_true", help="a line of JSON for each row")
     args = p.parse_args()
     device = torch.device(args.device)

@@ -1,7 +1,7 @@
 //! One call from Python: its world, its stream, its tensors, and how it ends.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use pyo3::prelude::*;
 use tilewire::core::memory::error_of_panic;
@@ -11,6 +11,7 @@ use tilewire::prelude::*;
 
 use crate::dlpack;
 use crate::errors::OrRaise;
+use crate::quick;
 use crate::world::{Member, check_fork, member};
 
 /// The place of a call: the device of its tensors, and a stream there.
@@ -29,12 +30,58 @@ pub struct Call {
     place: Place,
 }
 
+/// A stream of the framework that stays borrowed between calls: the end of a borrow records an
+/// event and looks at those before it, which takes longer than all else that a call does beside its
+/// launch.
+struct Kept {
+    ordinal: u32,
+    raw: usize,
+    stream: CudaStream,
+}
+
+/// The streams that were used last, at most [`MOST_KEPT`].
+static KEPT: Mutex<Vec<Kept>> = Mutex::new(Vec::new());
+const MOST_KEPT: usize = 8;
+
+fn kept() -> MutexGuard<'static, Vec<Kept>> {
+    KEPT.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Ends the borrows between calls, so that what earlier calls have used can be freed. A call that
+/// takes memory does so first; its own stream `now` is waited for instead.
+pub fn let_go(now: Option<&Stream>) -> Result<()> {
+    let gone = std::mem::take(&mut *kept());
+    let is_kept = match now {
+        Some(Stream::Cuda(now)) => gone.iter().any(|k| k.stream.key() == now.key()),
+        _ => false,
+    };
+    // Not under the lock: the end of a stream frees what others have used.
+    drop(gone);
+    match now {
+        Some(stream) if is_kept && !stream.is_capturing() => stream.synchronize(),
+        _ => Ok(()),
+    }
+}
+
 /// The framework's current stream of a device, and which one it is.
 fn current(py: Python<'_>, op: &'static str, ctx: &CudaContext) -> PyResult<(Stream, u64)> {
-    let raw = dlpack::current_stream(py, ctx.ordinal())?;
-    // SAFETY: the framework's streams live as long as the process.
+    let (ordinal, raw) = (ctx.ordinal(), dlpack::current_stream(py, ctx.ordinal())?);
+    // SAFETY: the framework's streams live as long as the process, and those of others, which it
+    // was given, as long as this call.
     let borrowed = unsafe { CudaStream::borrow(ctx, raw) };
-    Ok((Stream::Cuda(borrowed.map_err(|e| e.op(op)).or_raise(py)?), raw.addr() as u64))
+    let stream = borrowed.map_err(|e| e.op(op)).or_raise(py)?;
+    let raw = raw.addr();
+    if !kept().iter().any(|k| k.raw == raw && k.ordinal == ordinal)
+        && quick::lives_on(py, ordinal, raw)?
+        && !stream.is_capturing()
+    {
+        let mut kept = kept();
+        let oldest = (kept.len() >= MOST_KEPT).then(|| kept.remove(0));
+        kept.push(Kept { ordinal, raw, stream: stream.clone() });
+        drop(kept);
+        drop(oldest);
+    }
+    Ok((Stream::Cuda(stream), raw as u64))
 }
 
 /// Returns the stream of calls without a world on the CPU: one stream, whose calls wait before they

@@ -9,7 +9,7 @@ use tilewire::device::{Device, Point, Queue};
 use tilewire::prelude::*;
 use tilewire::symm::{OneSided, SignalSlot, Signals, SymBuf};
 
-use crate::call::Call;
+use crate::call::{Call, let_go};
 use crate::errors::OrRaise;
 use crate::export::{Bytes, export};
 use crate::world::Member;
@@ -141,6 +141,7 @@ impl SymmBuffer {
                 return Err(Error::new(ErrorKind::NotPrepared, text)
                     .hint("call this before the capture begins"));
             }
+            let_go(Some(stream))?;
             free_gone()?;
             let (held, beside) = make(&member)?;
             let (addr, _) = held.0.address(member.team.rank())?;

@@ -14,6 +14,7 @@ use tilewire::plans::{Plans, Recipe};
 use tilewire::prelude::*;
 use tilewire::symm;
 
+use crate::call::let_go;
 use crate::dlpack;
 use crate::errors::OrRaise;
 use crate::keys::Key;
@@ -98,7 +99,13 @@ impl Member {
         if crate::symm::any_gone() && !self.plans.contains(key) {
             crate::symm::free_gone()?;
         }
-        self.plans.get(key, stream, recipe)
+        let mut freed = Ok(());
+        let plan = self.plans.get(key, stream, || {
+            // What older plans hold can be taken then.
+            freed = let_go(Some(stream));
+            recipe()
+        });
+        freed.and(plan)
     }
 
     fn over(world: Arc<symm::World>, team: LiveTeam, settings: Settings) -> Result<u64> {
@@ -218,7 +225,7 @@ impl World {
         };
         // Its end may wait for work of the device.
         py.detach(|| {
-            if let Err(e) = crate::symm::free_gone() {
+            if let Err(e) = let_go(None).and_then(|()| crate::symm::free_gone()) {
                 log::warn!("symmetric tensors of a world that ends: {e}");
             }
             drop(gone);

@@ -4,7 +4,7 @@ Tensors are those of the framework in use (:func:`use_exchange_api`); outputs ar
 Worlds go by their numbers. Every call may raise :class:`tilewire.Error`.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias, final
 
 # A tensor of the framework's; this module needs none to be installed.
@@ -259,12 +259,7 @@ def launch_us(
     world: int, x: _Tensor, w: _Tensor, out: _Tensor, times: int
 ) -> tuple[float, float]: ...
 def use_exchange_api(tensor: type) -> None: ...
-def use_torch(
-    types: tuple[type, type],
-    grad_enabled: Callable[[], bool],
-    watching: Sequence[Callable[[], object]],
-    forward_ad: object,
-) -> None: ...
+def use_torch(parts: Mapping[str, object]) -> None: ...
 def use_cubins(dir: str) -> None: ...
 def world_of_store(
     store: object,

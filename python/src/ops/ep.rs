@@ -9,7 +9,7 @@ use tilewire::ops::ep::{EpDesc, EpDispatch, EpHandle, EpLayout, EpPlan, Overflow
 use tilewire::plans::Recipe;
 use tilewire::prelude::*;
 
-use crate::call::Call;
+use crate::call::{Call, let_go};
 use crate::errors::OrRaise;
 use crate::export::{Bytes, export};
 use crate::keys::Key;
@@ -152,6 +152,7 @@ impl EpGroup {
             let (d, plan) = (self.plan.desc(), &self.plan);
             let rows = if grad { d.capacity } else { d.recv_rows() };
             let len = rows * d.hidden * if grad { d.out } else { d.dtype }.size();
+            let_go(Some(stream))?;
             // By the cache of plans, which makes the heap larger if need be.
             let (buf, _) = call.member.plans.alloc("ep rows", len, 0)?;
             match grad {

@@ -16,17 +16,28 @@ from ._world import handle_of
 
 
 # Calls that nothing else watches go the shortest way, in Rust: `_native.quick_*` return None where
-# a function here is truthy, where a forward-mode level is open, and for tensors that are not plain.
+# a function of `watching` is truthy, where a forward-mode level is open, and for tensors that are
+# not plain.
+_guards = torch._C._dynamo.guards
 _native.use_torch(
-    (torch.Tensor, torch.nn.Parameter),
-    torch.is_grad_enabled,
-    [
-        torch._C._len_torch_dispatch_stack,
-        torch._C._are_functorch_transforms_active,
-        torch._C._is_any_autocast_enabled,
-        torch.autograd._profiler_enabled,
-    ],
-    forward_ad,
+    {
+        "tensor": torch.Tensor,
+        "parameter": torch.nn.Parameter,
+        "grad_enabled": torch.is_grad_enabled,
+        "watching": [
+            torch._C._len_torch_dispatch_stack,
+            torch._C._are_functorch_transforms_active,
+            torch._C._is_any_autocast_enabled,
+            torch.autograd._profiler_enabled,
+        ],
+        "forward_ad": forward_ad,
+        # Only in torch with CUDA.
+        "current_device": getattr(torch._C, "_cuda_getDevice", None),
+        "current_stream": getattr(torch._C, "_cuda_getCurrentStream", None),
+        # What inductor makes tensors with.
+        "empty_cpu": getattr(_guards, "_empty_strided_cpu", None),
+        "empty_cuda": getattr(_guards, "_empty_strided_cuda", None),
+    }
 )
 _compiling = torch.compiler.is_compiling
 
