@@ -15,9 +15,9 @@ use crate::attention::AttnConfig;
 pub enum Strategy {
     /// Owners publish, readers get the rows that they need.
     Get,
-    /// Neighbour to neighbour, store and forward.
+    /// Neighbour to neighbour, store and forward of the rows that ranks ahead need.
     Ring,
-    /// Push to all.
+    /// Owners push to each rank the rows that it needs.
     AllGather,
     /// Heads are scattered instead (Ulysses).
     AllToAll,

@@ -13,15 +13,15 @@
 //! | strategy | a | keys |
 //! |---|---|---|
 //! | `get` | 1 | each rank publishes K,V; peers get the chunks that the mask needs from the owner |
-//! | `ring` | 1 | store and forward to the next rank, two slots |
-//! | `all_gather` | 1 | push to all |
+//! | `ring` | 1 | store and forward to the next rank, two slots: chunks that a rank ahead needs |
+//! | `all_gather` | 1 | push to each rank the chunks that it needs |
 //! | `all_to_all` | P | as `get`, of a rank's heads (Ulysses: Jacobs et al., 2023) |
 //! | `hybrid` | `a2a_size` | the same |
 //!
 //! The host and devices carry out the same transfers (`transfers.rs`) of the same rows
-//! (`pieces.rs`); only the arithmetic differs. The host's running maximum, sum and accumulator stay
-//! f32 over all keys; devices merge f32 results over own keys and over the other ranks' keys,
-//! where a rank needs any.
+//! (`pieces.rs`, `puts.rs`); only the arithmetic differs. The host's running maximum, sum and
+//! accumulator stay f32 over all keys; devices merge f32 results over own keys and over the other
+//! ranks' keys, where a rank needs any.
 //! Backward: keys and values travel once more. The owner of a row gets the partial dK and dV of the
 //! ranks whose queries see it, in f32, and adds them in rank order, so that equal inputs give equal
 //! bits. Where K and V travel as e4m3 (`kv_wire`), every rank computes with the quantised values,
@@ -49,11 +49,15 @@ mod host;
 mod launch;
 mod pieces;
 mod plan;
+mod puts;
 mod schedule;
 #[cfg(test)]
 mod tests;
+mod traffic;
 mod transfers;
 mod tune;
+#[cfg(test)]
+mod unsent_tests;
 mod work;
 
 pub use config::{CpConfig, Strategy};

@@ -1,18 +1,16 @@
-//! The rows of bytes that move between ranks: one pure list for each phase, the places of the rows
-//! in the buffers, and the bytes that a launch moves over each link.
+//! The rows of bytes that move between ranks: one pure list for each phase, and the places of the
+//! rows in the buffers.
 //!
 //! Owners publish rows, and the ranks that need them get them. Only the keys of `all_gather` are
-//! pushed, and the keys of `ring` passed on. Rows of keys are in the order of the ranks ("dense"),
-//! so that one table of segments serves all.
+//! pushed, and the keys of `ring` passed on (`puts.rs`). Rows of keys are in the order of the ranks
+//! ("dense"), so that one table of segments serves all.
 
 use std::ops::Range;
 
 use tilewire_core::{DType, Rank};
-use tilewire_symm::{LinkTraffic, Traffic};
 
 use super::config::Strategy;
 use super::desc::CpAttentionDesc;
-use super::launch::Pass;
 use super::schedule::{Schedule, kv_heads, num_rows};
 use crate::attention::Sequences;
 use crate::attention::table::segments;
@@ -47,34 +45,10 @@ pub(super) fn place(first: usize, rows: usize, wire: &[usize]) -> (Vec<usize>, u
 }
 
 /// Slots of a ring, in turn.
-const RING_SLOTS: usize = 2;
+pub(super) const RING_SLOTS: usize = 2;
 
-/// One step of a rank in a ring.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(super) enum Hop {
-    /// Send message `t` to the next rank: my keys, or the keys of message `t - 1`. With `acquires`
-    /// it first waits until the next rank has emptied the slot.
-    Send { t: usize, acquires: bool },
-    /// Wait for message `t` of the rank before me and take it out of its slot. With `grants` it
-    /// then frees the slot, for which another message waits.
-    Take { t: usize, grants: bool },
-}
-
-/// Returns the steps of each rank of a ring of `size`, in their order. Messages `0..size - 1`; the
-/// first ones find their slots free when a launch begins.
-pub(super) fn hops(size: usize) -> Vec<Hop> {
-    let num = size.saturating_sub(1);
-    let send = |t| Hop::Send { t, acquires: t >= RING_SLOTS };
-    let mut out = Vec::with_capacity(2 * num);
-    out.extend((num > 0).then(|| send(0)));
-    for t in 0..num {
-        out.push(Hop::Take { t, grants: t + RING_SLOTS < num });
-        out.extend((t + 1 < num).then(|| send(t + 1)));
-    }
-    out
-}
-
-/// Rows of bytes in a buffer of `peer`, and where they go.
+/// Rows of bytes in a buffer of `peer`, and where they go here; of rows that are put, where they
+/// are here, and where they go in a buffer of `peer`.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) struct Piece {
     pub peer: Rank,
@@ -88,17 +62,21 @@ pub(super) struct Piece {
 
 /// `num` rows of rank `peer`, from its row `at` on, which are rows `dense..` of all.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-struct Span {
-    peer: Rank,
-    at: usize,
-    dense: usize,
-    num: usize,
+pub(super) struct Span {
+    pub peer: Rank,
+    pub at: usize,
+    pub dense: usize,
+    pub num: usize,
 }
 
 /// Columns of a tensor of rows: `(first byte, bytes of a row, first byte of the columns)`.
-type Side = (usize, usize, usize);
+pub(super) type Side = (usize, usize, usize);
 
-fn piece(r: &Span, (src, src_pitch, src_col): Side, (dst, dst_pitch, dst_col): Side) -> Piece {
+pub(super) fn piece(
+    r: &Span,
+    (src, src_pitch, src_col): Side,
+    (dst, dst_pitch, dst_col): Side,
+) -> Piece {
     Piece {
         peer: r.peer,
         src: src + src_col,
@@ -111,7 +89,7 @@ fn piece(r: &Span, (src, src_pitch, src_col): Side, (dst, dst_pitch, dst_col): S
 }
 
 impl Piece {
-    fn wide(self, width: usize) -> Self {
+    pub fn wide(self, width: usize) -> Self {
         Self { width, ..self }
     }
 }
@@ -353,8 +331,9 @@ impl Pieces<'_> {
         (0..size).map(move |i| (me + i) % size)
     }
 
-    /// Runs of rows of rank `owner` in spans that are `wanted` (flags of its area).
-    fn runs(&self, owner: usize, wanted: &[bool], peer: usize) -> Vec<Span> {
+    /// Returns the runs of rows of rank `owner` in spans that are `wanted` (flags of its area), as
+    /// rows of `peer`.
+    pub fn runs(&self, owner: usize, wanted: &[bool], peer: usize) -> Vec<Span> {
         let (at, spans) = self.spans(owner);
         let first = self.first_key(owner);
         let peer = Rank::new(peer as u32);
@@ -388,13 +367,6 @@ impl Pieces<'_> {
             runs.iter().map(one).collect()
         };
         s.published().1.into_iter().zip(&s.wire).map(tensor).collect()
-    }
-
-    /// Returns the dense rows of the keys in message `t` to me of a ring.
-    pub fn ring_rows(&self, t: usize) -> Range<usize> {
-        let p = (self.me.idx() + self.sizes.size - 1 - t) % self.sizes.size;
-        let first = self.first_key(p);
-        first..first + num_rows(self.spans(p).1)
     }
 
     /// Returns the rows of each member of my group among its queries.
@@ -518,74 +490,6 @@ impl Pieces<'_> {
             runs.iter().map(one).collect()
         };
         s.parts().1.into_iter().zip(places).zip(&s.part_wire).map(tensor).collect()
-    }
-
-    /// Returns the traffic of one launch to and from each peer.
-    pub fn traffic(&self, pass: Pass) -> Traffic {
-        let s = self.sizes;
-        let mut t = vec![LinkTraffic::default(); s.size];
-        if s.size == 1 {
-            return t;
-        }
-        let backward = pass == Pass::Backward;
-        let mut gets: Vec<Piece> = Vec::new();
-        let put = |l: &mut LinkTraffic, rows: usize| {
-            for bytes in s.wire.iter().map(|b| rows * s.all_kv * b) {
-                l.puts += u64::from(bytes > 0);
-                l.put_bytes += bytes as u64;
-            }
-        };
-        let mine = num_rows(self.spans(self.me.idx()).1);
-        match s.strategy {
-            Strategy::AllGather => t.iter_mut().for_each(|l| put(l, mine)),
-            Strategy::Ring => {
-                let next = (self.me.idx() + 1) % s.size;
-                put(&mut t[next], mine);
-                (0..s.size - 2).for_each(|m| put(&mut t[next], self.ring_rows(m).len()));
-            }
-            _ => gets.extend(self.keys().concat()),
-        }
-        if s.inner > 1 {
-            gets.extend(self.query_tensors().concat());
-            match backward {
-                true => {
-                    let [d_out, lse, delta] = s.upstream();
-                    gets.extend(self.queries(d_out, s.dv, s.out));
-                    gets.extend([lse, delta].map(|at| self.stats(at)).concat());
-                    gets.extend(self.results(s.dq(), s.dqk));
-                }
-                false => {
-                    gets.extend(self.results(0, s.dv));
-                    gets.extend(self.lse());
-                }
-            }
-        }
-        if backward {
-            gets.extend(self.parts().concat());
-        }
-        for p in gets.iter().filter(|p| p.width * p.rows > 0) {
-            t[p.peer.idx()].gets += 1;
-            t[p.peer.idx()].get_bytes += (p.width * p.rows) as u64;
-        }
-        // A credit, the keys, and the meeting behind results or gradients.
-        let signals = 1 + u64::from(backward || s.inner > 1);
-        t.iter_mut().for_each(|l| l.signals = signals);
-        match s.strategy {
-            Strategy::Ring => {
-                for hop in hops(s.size) {
-                    match hop {
-                        Hop::Send { .. } => t[(self.me.idx() + 1) % s.size].signals += 1,
-                        Hop::Take { grants: true, .. } => {
-                            t[(self.me.idx() + s.size - 1) % s.size].signals += 1;
-                        }
-                        Hop::Take { .. } => {}
-                    }
-                }
-            }
-            _ => t.iter_mut().for_each(|l| l.signals += 1),
-        }
-        t[self.me.idx()] = LinkTraffic::default();
-        t
     }
 }
 

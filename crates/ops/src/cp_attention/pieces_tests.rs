@@ -48,6 +48,13 @@ pub(crate) struct World {
 }
 
 impl World {
+    pub fn new(d: CpAttentionDesc, seqs: &Sequences, strategy: Strategy, size: usize) -> Self {
+        d.check(size).and_then(|()| d.check_launch(seqs, size)).unwrap();
+        let sched = |r| Schedule::new(&d, seqs, strategy, r, size);
+        let scheds = Rank::all(size).map(sched).collect();
+        Self { sizes: Sizes::new(&d, strategy, size), scheds, seqs: seqs.clone(), d }
+    }
+
     pub fn lists(&self, r: usize) -> Pieces<'_> {
         Pieces { sizes: &self.sizes, sched: &self.scheds[r], me: Rank::new(r as u32) }
     }
@@ -97,11 +104,7 @@ fn worlds_of(change: impl Fn(CpAttentionDesc) -> CpAttentionDesc, mut f: impl Fn
                 if strategy.check(&d, size).is_err() {
                     continue;
                 }
-                d.check(size).and_then(|()| d.check_launch(&seqs, size)).unwrap();
-                let sched = |r| Schedule::new(&d, &seqs, *strategy, r, size);
-                let scheds = Rank::all(size).map(sched).collect();
-                let sizes = Sizes::new(&d, *strategy, size);
-                f(&World { d, sizes, scheds, seqs: seqs.clone() });
+                f(&World::new(d, &seqs, *strategy, size));
             }
         }
     }
@@ -110,7 +113,7 @@ fn worlds_of(change: impl Fn(CpAttentionDesc) -> CpAttentionDesc, mut f: impl Fn
 /// f32 numbers as a buffer of bytes.
 pub(crate) type Buffer = Vec<f32>;
 
-fn put(b: &mut Buffer, at: usize, x: impl IntoIterator<Item = f32>) {
+pub(crate) fn put(b: &mut Buffer, at: usize, x: impl IntoIterator<Item = f32>) {
     for (i, x) in x.into_iter().enumerate() {
         b[at / 4 + i] = x;
     }
@@ -131,7 +134,7 @@ fn number(row: usize, head: usize, c: usize) -> f32 {
     (row * 100 + head * 10 + c + 1) as f32
 }
 
-fn tensor(rows: &[usize], heads: std::ops::Range<usize>, dim: usize) -> Buffer {
+pub(crate) fn tensor(rows: &[usize], heads: std::ops::Range<usize>, dim: usize) -> Buffer {
     let each = |r: &usize| {
         let r = *r;
         heads.clone().flat_map(move |h| (0..dim).map(move |c| number(r, h, c)))
@@ -139,7 +142,7 @@ fn tensor(rows: &[usize], heads: std::ops::Range<usize>, dim: usize) -> Buffer {
     rows.iter().flat_map(each).collect()
 }
 
-fn bytes_of(w: &World, buffer: usize) -> Buffer {
+pub(crate) fn bytes_of(w: &World, buffer: usize) -> Buffer {
     vec![-1.0; w.sizes.buffers(true)[buffer].div_ceil(4)]
 }
 
@@ -299,103 +302,6 @@ fn what_has_no_path_on_devices_is_refused_with_a_hint() {
         let e = device::check(&bad).unwrap_err();
         assert!(e.kind() == ErrorKind::Unsupported && e.get_hint().is_some(), "{e}");
     }
-}
-
-/// Runs the steps of all ranks: a message is taken after it was sent and before its slot is written
-/// again, every granted credit is acquired, and a message holds the keys of the rank that the
-/// schedule names.
-#[test]
-fn a_ring_brings_all_keys_through_two_slots() {
-    for size in 1..=8usize {
-        let (mut at, mut credits) = (vec![0; size], vec![0usize; size]);
-        // The content of the slots of each rank: the owner of the keys, or nothing.
-        let mut slots = vec![[None; 2]; size];
-        let mut taken = vec![Vec::new(); size];
-        let steps = hops(size);
-        loop {
-            let mut moved = false;
-            for r in 0..size {
-                let Some(hop) = steps.get(at[r]) else { continue };
-                let (next, before) = ((r + 1) % size, (r + size - 1) % size);
-                match *hop {
-                    Hop::Send { acquires: true, .. } if credits[r] == 0 => continue,
-                    Hop::Send { t, acquires } => {
-                        credits[r] -= usize::from(acquires);
-                        let owner = if t == 0 { r } else { taken[r][t - 1] };
-                        assert_eq!(slots[next][t % 2].replace(owner), None, "{size}: {hop:?}");
-                    }
-                    Hop::Take { t, .. } if slots[r][t % 2].is_none() => continue,
-                    Hop::Take { t, grants } => {
-                        assert_eq!(taken[r].len(), t);
-                        taken[r].extend(slots[r][t % 2].take());
-                        credits[before] += usize::from(grants);
-                    }
-                }
-                (at[r], moved) = (at[r] + 1, true);
-            }
-            if !moved {
-                break;
-            }
-        }
-        assert!(at.iter().all(|a| *a == steps.len()), "{size}: a rank waits for ever");
-        assert_eq!(credits, vec![0; size], "{size}: a credit that nobody takes");
-        for (r, taken) in taken.iter().enumerate() {
-            let want: Vec<usize> = (1..size).map(|t| (r + size - t) % size).collect();
-            assert_eq!(*taken, want);
-        }
-    }
-}
-
-/// Checks the same with elements: a launch puts them to slots, takes them out, and sends them on.
-#[test]
-fn keys_of_a_ring_come_to_their_dense_rows() {
-    worlds(|w| {
-        if w.sizes.strategy != Strategy::Ring {
-            return;
-        }
-        let s = &w.sizes;
-        let rows: Vec<_> = (0..s.size).map(|r| w.rows_kv(r)).collect();
-        for (i, dim) in [3, 2].into_iter().enumerate() {
-            let row = s.all_kv * dim;
-            let mut area: Vec<Buffer> = (0..s.size).map(|_| bytes_of(w, AREA)).collect();
-            let mut dense = vec![vec![-2.0; w.seqs.tokens_kv * row]; s.size];
-            for (r, own) in rows.iter().enumerate() {
-                put(
-                    &mut dense[r],
-                    4 * row * w.lists(r).first_key(r),
-                    tensor(own, 0..s.all_kv, dim),
-                );
-            }
-            // All send, then all take: an order that the credits allow.
-            for t in 0..s.size.saturating_sub(1) {
-                for r in 0..s.size {
-                    let lists = w.lists(r);
-                    let first = lists.first_key(r);
-                    let own = first..first + rows[r].len();
-                    let from = if t == 0 { own } else { lists.ring_rows(t - 1) };
-                    let sent = dense[r][from.start * row..from.end * row].to_vec();
-                    put(&mut area[(r + 1) % s.size], s.ring_slot(t)[i], sent);
-                }
-                for r in 0..s.size {
-                    let (to, at) = (w.lists(r).ring_rows(t), s.ring_slot(t)[i] / 4);
-                    let came = area[r][at..at + to.len() * row].to_vec();
-                    put(&mut dense[r], 4 * row * to.start, came);
-                }
-            }
-            let want = tensor(&rows.concat(), 0..s.all_kv, dim);
-            assert!(dense.iter().all(|d| *d == want), "{} ranks", s.size);
-        }
-        for r in 0..s.size {
-            let mut rows: Vec<usize> =
-                (0..s.size - 1).flat_map(|t| w.lists(r).ring_rows(t)).collect();
-            let first = w.lists(r).first_key(r);
-            rows.extend(first..first + w.rows_kv(r).len());
-            rows.sort_unstable();
-            assert_eq!(rows, (0..w.seqs.tokens_kv).collect::<Vec<_>>());
-        }
-        let end = s.ring_slot(1)[1] + s.max_kv * s.all_kv * s.wire[1];
-        assert!(s.size == 1 || end <= bytes_of(w, AREA).len() * 4, "{s:?}");
-    });
 }
 
 /// Checks sums of parts that are powers of two: the sum shows which ranks were added, and each only

@@ -62,9 +62,9 @@ impl CpAttentionPlan {
     }
 
     /// Makes a plan as [`CpAttentionPlan::new`], with transport `backend` on CUDA devices. By NCCL
-    /// all keys arrive before the arithmetic begins: `get` and the strategies that trade heads use
-    /// sends and receives, `all_gather` NCCL's collective. Partial dk and dv are added in rank
-    /// order as without NCCL.
+    /// all keys arrive before the arithmetic begins, by sends and receives; `all_gather` uses
+    /// NCCL's collective where every rank needs the keys of all. Partial dk and dv are added in
+    /// rank order as without NCCL.
     ///
     /// With `fastest`, `prepare` runs the plan's passes by puts and by NCCL, on zeros with the
     /// description's sequences, and takes the one that is faster for the slowest rank. Meanwhile it

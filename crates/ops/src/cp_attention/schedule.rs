@@ -51,6 +51,8 @@ pub(super) struct Schedule {
     pub needed: Vec<Vec<bool>>,
     /// Of each group: the spans of my area that its queries see.
     pub asked: Vec<Vec<bool>>,
+    /// `ring` alone: of each rank, the spans of each area that its queries see.
+    seen: Vec<Vec<Vec<bool>>>,
     /// Slices of my group's queries against each area.
     pub slices: Vec<Vec<Slice>>,
 }
@@ -87,6 +89,14 @@ impl Schedule {
         let mine = queries(grid.group);
         let heads = kv_heads(d.attn.heads_kv, grid.inner, grid.at);
         let hq = d.attn.heads_q / grid.inner;
+        let sees = |g| {
+            let queries = queries(g);
+            areas.iter().map(|a| queries.see(a)).collect()
+        };
+        let seen = match strategy {
+            Strategy::Ring => (0..grid.outer).map(sees).collect(),
+            _ => Vec::new(),
+        };
         Self {
             grid,
             dims: Dims { hq, hkv: heads.len(), dqk: d.attn.dqk, dv: d.attn.dv },
@@ -94,6 +104,7 @@ impl Schedule {
             member_q: rows_q(grid.group),
             needed: areas.iter().map(|a| mine.see(a)).collect(),
             asked: (0..grid.outer).map(|g| queries(g).see(&areas[grid.group])).collect(),
+            seen,
             slices: areas.iter().map(|a| mine.slices(a)).collect(),
             areas,
         }
@@ -111,6 +122,27 @@ impl Schedule {
             spans.into_iter().any(|(rows, needed)| *needed && !rows.is_empty())
         };
         self.grid.other_groups().any(sees)
+    }
+
+    /// Returns whether my group's queries see all rows of the other groups' keys.
+    pub fn sees_all_others(&self) -> bool {
+        let all = |g: usize| {
+            let spans = self.areas[g].iter().zip(&self.needed[g]);
+            spans.into_iter().all(|(rows, needed)| *needed || rows.is_empty())
+        };
+        self.grid.other_groups().all(all)
+    }
+
+    /// Returns the spans of rank `owner`'s keys that travel to rank `to` of a ring: those that its
+    /// queries see, or queries of the ranks behind it up to the owner.
+    pub fn passed(&self, owner: usize, to: usize) -> Vec<bool> {
+        let size = self.grid.outer;
+        let readers = (0..size).map(|i| (to + i) % size).take_while(|r| *r != owner);
+        let seen = |mut spans: Vec<bool>, r: usize| {
+            spans.iter_mut().zip(&self.seen[r][owner]).for_each(|(span, sees)| *span |= sees);
+            spans
+        };
+        readers.fold(vec![false; self.areas[owner].len()], seen)
     }
 
     /// Returns the rows of group `owner`'s keys among the keys of all ranks.

@@ -230,21 +230,23 @@ fn defined(w: &Plans, pass: Pass, r: usize, p: usize) -> usize {
         dims.iter().map(|d| d * t.size() + scale).sum()
     };
     let keys = head(&[a.dqk, a.dv], w.d.kv_wire().0);
-    // Rows of keys of rank `owner` that some query of the group of rank `reader` sees.
-    let seen = |reader: usize, owner: usize| -> usize {
-        let group = reader / inner * inner;
+    // Rows of keys of rank `owner` that some query of the groups of these ranks sees.
+    let seen_by = |readers: &[usize], owner: usize| -> usize {
         let spans = |q| w.d.rows_q(&w.seqs, Rank::new(q as u32), size);
-        let queries: Vec<_> = (group..group + inner).flat_map(spans).collect();
+        let group = |r: &usize| r / inner * inner..r / inner * inner + inner;
+        let queries: Vec<_> = readers.iter().flat_map(group).flat_map(spans).collect();
         let spans = w.d.rows_kv(&w.seqs, Rank::new(owner as u32), size);
         let see = Queries::new(&queries, &w.seqs, &a.mask).see(&spans);
         spans.iter().zip(see).filter(|(_, seen)| *seen).map(|(s, _)| s.len()).sum()
     };
+    let seen = |reader: usize, owner: usize| seen_by(&[reader], owner);
     let mut bytes = match s {
-        Strategy::AllGather => w.rows_kv(p).len() * a.heads_kv * keys,
-        // From the rank before me, the keys of all other ranks.
+        // From the rank before me, of the keys of each other rank what I need, and the ranks behind
+        // me up to that one.
         Strategy::Ring if (p + 1) % size == r => {
-            let others = (0..size).filter(|o| *o != r);
-            others.map(|o| w.rows_kv(o).len() * a.heads_kv * keys).sum()
+            let passes = |n: usize| (0..n).map(|i| (r + i) % size).collect::<Vec<_>>();
+            let from = |n: usize| seen_by(&passes(n), (r + n) % size) * a.heads_kv * keys;
+            (1..size).map(from).sum()
         }
         Strategy::Ring => 0,
         _ => seen(r, p) * hkv * keys,

@@ -18,7 +18,8 @@ use tilewire_symm::{Enter, Permit, Rows, Signals, SymBuf, Transport};
 
 use super::config::Strategy;
 use super::launch::{KEYS, RING_CREDIT};
-use super::pieces::{AREA, Hop, Piece, Pieces, SCATTER, Sizes, hops};
+use super::pieces::{AREA, Piece, Pieces, SCATTER, Sizes};
+use super::puts::{Hop, hops};
 use super::schedule::Schedule;
 
 /// Memory of which transports read and write parts.
@@ -94,6 +95,9 @@ pub(super) fn flags(s: &Sizes) -> Range<usize> {
     let pushes = !s.sequential && s.strategy == Strategy::AllGather && s.size > 1;
     KEYS..KEYS + usize::from(pushes)
 }
+
+/// Puts memory to a place in the chunk of a rank.
+type PutTo<'a, M> = dyn Fn((Rank, usize), &M) -> Result<()> + 'a;
 
 /// The context of all transfers of one launch of one rank.
 pub(super) struct Transfers<'a, T: Transport + ?Sized> {
@@ -189,18 +193,41 @@ impl<T: Transport + ?Sized> Transfers<'_, T> {
         Ok(())
     }
 
-    /// Puts my keys to their place in the area of every peer, a flag behind the last tensor.
+    /// Puts the rows of my keys that a peer needs to their places in its area, a flag behind them.
+    /// A peer that needs none gets the flag alone.
     pub fn push_keys<P: Parts<T::Memory>>(&self, lane: &T::Lane, own: &[P]) -> Result<()> {
-        let (at, last, slot) = (self.own_places(), own.len() - 1, self.signals.slot(KEYS));
+        let slot = self.signals.slot(KEYS);
         for p in self.net.heap().team().peers() {
-            for (i, t) in own.iter().enumerate() {
-                let to = (p, self.buffers[AREA].range(at[i], t.num_bytes()));
-                t.part(0..t.num_bytes(), &mut |m| match t.num_bytes() {
-                    _ if i == last => self.net.put_flag(lane, self.permit, to, m, slot, "keys"),
-                    0 => Ok(()),
-                    _ => self.net.put(lane, self.permit, to, m, "keys"),
-                })?;
-            }
+            let rows: Vec<_> = own.iter().zip(self.pieces().pushed(p.idx())).collect();
+            self.put_rows(lane, (p, "keys"), &rows, &|to, m| {
+                self.net.put_flag(lane, self.permit, to, m, slot, "keys")
+            })?;
+        }
+        Ok(())
+    }
+
+    /// Puts pieces of tensors to the area of `peer`, the last one by `last`, which signals behind
+    /// it. Without pieces `last` puts no bytes.
+    fn put_rows<P: Parts<T::Memory>>(
+        &self,
+        lane: &T::Lane,
+        (peer, phase): (Rank, &str),
+        rows: &[(&P, Vec<Piece>)],
+        last: &PutTo<'_, T::Memory>,
+    ) -> Result<()> {
+        let mut left: usize = rows.iter().map(|(_, pieces)| pieces.len()).sum();
+        if left == 0 {
+            let to = (peer, self.buffers[AREA].range(0, 0));
+            return rows[0].0.part(0..0, &mut |m| last(to, m));
+        }
+        for (from, p) in rows.iter().flat_map(|(t, pieces)| pieces.iter().map(move |p| (t, p))) {
+            let len = p.width * p.rows;
+            let to = (peer, self.buffers[AREA].range(p.dst, len));
+            left -= 1;
+            from.part(p.src..p.src + len, &mut |m| match left {
+                0 => last(to, m),
+                _ => self.net.put(lane, self.permit, to, m, phase),
+            })?;
         }
         Ok(())
     }
@@ -212,9 +239,11 @@ impl<T: Transport + ?Sized> Transfers<'_, T> {
         s.published().1.into_iter().zip(&s.wire).map(|(at, bytes)| at + first * bytes).collect()
     }
 
-    /// Passes keys from neighbour to neighbour, store and forward. Message `t` to me has the keys
-    /// of the rank `t + 1` before me. It arrives in a slot of my chunk; I copy it to its place in
-    /// `keys` and send it on from there, so that the slot is free as soon as the copy is made.
+    /// Passes keys from neighbour to neighbour, store and forward. Message `t` to me has rows of
+    /// the rank `t + 1` before me: those that I need, or a rank behind me that it has yet to reach.
+    /// It arrives in a slot of my chunk; I copy it to its places in `keys` and send on from there,
+    /// so that the slot is free as soon as the copies are made. A message without rows is a signal
+    /// alone.
     pub fn pass_keys<P: Parts<T::Memory>>(
         &self,
         lane: &T::Lane,
@@ -233,22 +262,19 @@ impl<T: Transport + ?Sized> Transfers<'_, T> {
                         let _slot =
                             self.net.acquire(lane, next, credit, self.tag, "slot credit")?;
                     }
-                    for i in 0..own.len() {
-                        let (from, at) = match t {
-                            0 => (&own[i], 0..own[i].num_bytes()),
-                            t => (&keys[i], self.dense(i, self.pieces().ring_rows(t - 1))),
-                        };
-                        self.send(lane, next, (t, i, i + 1 == own.len()), from, at)?;
-                    }
+                    let from = if t == 0 { own } else { &*keys };
+                    let rows: Vec<_> = from.iter().zip(self.pieces().sent(t)).collect();
+                    self.put_rows(lane, (next, "hop"), &rows, &|to, m| {
+                        self.net.put_signal(lane, self.permit, to, m, data, "hop")
+                    })?;
                 }
                 Hop::Take { t, grants } => {
                     match t + 2 == size {
                         true => self.net.wait_last(lane, before, data, 1, "hop")?,
                         false => self.net.wait(lane, before, data, 1, "hop")?,
                     }
-                    for (i, to) in keys.iter_mut().enumerate() {
-                        let at = self.dense(i, self.pieces().ring_rows(t));
-                        self.take(lane, (t, i), to, at)?;
+                    for (to, pieces) in keys.iter_mut().zip(self.pieces().taken(t)) {
+                        self.take(lane, &pieces, to)?;
                     }
                     if grants {
                         self.net.grant(lane, before, credit, self.tag, "slot credit")?;
@@ -259,44 +285,18 @@ impl<T: Transport + ?Sized> Transfers<'_, T> {
         Ok(())
     }
 
-    /// Returns the bytes of dense rows `rows` of tensor `i` of the keys.
-    pub fn dense(&self, i: usize, rows: Range<usize>) -> Range<usize> {
-        let row = self.sizes.hkv * self.sizes.wire[i];
-        rows.start * row..rows.end * row
-    }
-
-    /// Puts tensor `i` of message `t` to its slot at the next rank, the signal behind the last
-    /// tensor.
-    fn send<P: Parts<T::Memory>>(
-        &self,
-        lane: &T::Lane,
-        next: Rank,
-        (t, i, last): (usize, usize, bool),
-        from: &P,
-        at: Range<usize>,
-    ) -> Result<()> {
-        let (len, data) = (at.len(), self.signals.slot(KEYS));
-        let to = (next, self.buffers[AREA].range(self.sizes.ring_slot(t)[i], len));
-        from.part(at, &mut |m| match len {
-            _ if last => self.net.put_signal(lane, self.permit, to, m, data, "hop"),
-            0 => Ok(()),
-            _ => self.net.put(lane, self.permit, to, m, "hop"),
-        })
-    }
-
-    /// Copies tensor `i` of message `t` out of its slot.
+    /// Copies the pieces of a message out of its slot.
     fn take<P: Parts<T::Memory>>(
         &self,
         lane: &T::Lane,
-        (t, i): (usize, usize),
+        pieces: &[Piece],
         to: &mut P,
-        at: Range<usize>,
     ) -> Result<()> {
-        if at.is_empty() {
-            return Ok(());
-        }
-        let from = (self.me(), self.buffers[AREA].range(self.sizes.ring_slot(t)[i], at.len()));
-        // SAFETY: the message has arrived, and its slot is granted behind this copy.
-        to.part_mut(at, &mut |m| unsafe { self.net.get(lane, from, m, "hop") })
+        pieces.iter().try_for_each(|p| {
+            let len = p.width * p.rows;
+            let from = (self.me(), self.buffers[AREA].range(p.src, len));
+            // SAFETY: the message has arrived, and its slot is granted behind this copy.
+            to.part_mut(p.dst..p.dst + len, &mut |m| unsafe { self.net.get(lane, from, m, "hop") })
+        })
     }
 }

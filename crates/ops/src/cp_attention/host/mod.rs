@@ -293,8 +293,9 @@ impl HostRun {
         self.launch.net.wait_peers(ctx, self.signals.slot(KEYS), "keys")?;
         let tensor = |(at, bytes): (usize, &usize)| {
             let len = self.seqs.tokens_kv * s.all_kv * bytes;
-            // SAFETY: all peers have pushed their rows and signalled, and push again when this rank
-            // has granted that, at the head of the next launch. The rows of my own are not read.
+            // SAFETY: all peers have pushed the rows that I need and signalled, and push again when
+            // this rank has granted that, at the head of the next launch. Rows of my own and rows
+            // that I do not need are not read.
             unsafe { ctx.local(self.buffers[AREA].range(at, len), len) }
         };
         Ok(s.published().1.into_iter().zip(&s.wire).map(tensor).collect())
