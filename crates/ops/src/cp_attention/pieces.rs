@@ -309,10 +309,8 @@ pub(super) struct Pieces<'a> {
 impl Pieces<'_> {
     /// Returns the spans of keys of rank `p`, and the place of the first in its area.
     fn spans(&self, p: usize) -> (Range<usize>, &[Range<usize>]) {
-        let area = &self.sched.areas[p / self.sizes.inner];
-        let num = area.len() / self.sizes.inner;
-        let first = p % self.sizes.inner * num;
-        (first..first + num, &area[first..first + num])
+        let at = self.sched.spans[p].clone();
+        (at.clone(), &self.sched.areas[p / self.sizes.inner][at])
     }
 
     /// Returns the first dense row of the keys of rank `p`.

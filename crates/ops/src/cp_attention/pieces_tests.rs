@@ -68,6 +68,43 @@ impl World {
         let spans = self.d.rows_kv(&self.seqs, Rank::new(r as u32), self.sizes.size);
         spans.into_iter().flatten().collect()
     }
+
+    /// Returns, of the rows of rank `owner` in their order, whether one of `readers` needs them: a
+    /// query of its group sees a row of the same sequence in the same chunk, or they are padding
+    /// between such rows.
+    pub fn wanted(&self, readers: &[usize], owner: usize) -> Vec<bool> {
+        let mut all = vec![false; self.rows_kv(owner).len()];
+        for r in readers {
+            let inner = self.sizes.inner;
+            let group = r / inner * inner..(r / inner + 1) * inner;
+            let queries: Vec<usize> = group.flat_map(|q| self.rows_q(q)).collect();
+            let rows = self.needed_by(&queries, owner);
+            all.iter_mut().zip(rows).for_each(|(all, one)| *all |= one);
+        }
+        all
+    }
+
+    fn needed_by(&self, queries: &[usize], owner: usize) -> Vec<bool> {
+        let (s, mask) = (&self.seqs, &self.d.attn.mask);
+        let sees = |kv: usize| {
+            queries.iter().any(|q| crate::cp_attention::tests::allowed(s, mask, *q, kv))
+        };
+        let of = |kv: usize| s.kv.iter().position(|s| s.contains(&kv));
+        let (mut rows, mut before) = (Vec::new(), None);
+        for span in self.d.rows_kv(s, Rank::new(owner as u32), self.sizes.size) {
+            for kv in span.clone() {
+                let here = rows.len();
+                rows.push(span.clone().any(|other| of(other) == of(kv) && sees(other)));
+                if rows[here] {
+                    rows[before.unwrap_or(here)..here].fill(true);
+                    before = Some(here);
+                } else if of(kv).is_some() {
+                    before = None;
+                }
+            }
+        }
+        rows
+    }
 }
 
 pub(crate) fn worlds(f: impl FnMut(&World)) {
@@ -464,6 +501,23 @@ fn who_sees_no_other_keys_is_known() {
             let others = w.rows_q(r).into_iter().any(sees);
             assert_eq!(w.scheds[r].sees_others(), others, "rank {r} of {}", w.d);
             seen[usize::from(others)] += 1;
+        }
+    });
+    assert!(seen.iter().all(|n| *n > 10), "{seen:?}");
+}
+
+/// Checks that a rank which needs all rows of the others is known, so that NCCL's all-gather moves
+/// no row that nobody needs.
+#[test]
+fn who_needs_all_other_keys_is_known() {
+    let mut seen = [0; 2];
+    worlds(|w| {
+        for r in 0..w.sizes.size {
+            let group = r / w.sizes.inner;
+            let others = (0..w.sizes.size).filter(|p| p / w.sizes.inner != group);
+            let all = others.flat_map(|p| w.wanted(&[r], p)).all(|wanted| wanted);
+            assert_eq!(w.scheds[r].needs_all_others(), all, "rank {r} of {}", w.d);
+            seen[usize::from(all)] += 1;
         }
     });
     assert!(seen.iter().all(|n| *n > 10), "{seen:?}");

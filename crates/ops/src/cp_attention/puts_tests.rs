@@ -1,7 +1,7 @@
 //! The rows that are put: each rank ends with the keys that it reads, and no others travel.
 
 use proptest::prelude::*;
-use tilewire_core::{DType, Rank};
+use tilewire_core::DType;
 
 use super::*;
 use crate::attention::{AttentionDesc, AttnMask};
@@ -10,7 +10,7 @@ use crate::cp_attention::desc::{CpAttentionDesc, Layout};
 use crate::cp_attention::launch::Pass;
 use crate::cp_attention::pieces::AREA;
 use crate::cp_attention::pieces::tests::{Buffer, World, bytes_of, fitted, put, tensor};
-use crate::cp_attention::tests::{allowed, seqs};
+use crate::cp_attention::tests::seqs;
 
 /// Runs the steps of all ranks: a message is taken after it was sent and before its slot is written
 /// again, every granted credit is acquired, and a message holds the keys of the rank that the
@@ -63,17 +63,6 @@ const UNSENT: f32 = -1.0;
 const DIMS: [usize; 2] = [3, 2];
 
 impl World {
-    /// Returns, of the rows of rank `owner` in their order, whether a query of one of `readers`
-    /// sees a row of the same span: those are the rows that travel.
-    fn wanted(&self, readers: &[usize], owner: usize) -> Vec<bool> {
-        let queries: Vec<usize> = readers.iter().flat_map(|r| self.rows_q(*r)).collect();
-        let sees =
-            |kv: usize| queries.iter().any(|q| allowed(&self.seqs, &self.d.attn.mask, *q, kv));
-        let spans = self.d.rows_kv(&self.seqs, Rank::new(owner as u32), self.sizes.size);
-        let span = |s: std::ops::Range<usize>| vec![s.clone().any(sees); s.len()];
-        spans.into_iter().flat_map(span).collect()
-    }
-
     /// Returns the keys of rank `r` as tensors of its own.
     fn own(&self, r: usize) -> Vec<Buffer> {
         DIMS.map(|dim| tensor(&self.rows_kv(r), 0..self.sizes.all_kv, dim)).to_vec()

@@ -45,14 +45,17 @@ pub(super) struct Schedule {
     pub first_head: usize,
     /// Rows of each member of my group.
     pub member_q: Vec<Vec<Range<usize>>>,
-    /// Rows of keys of each group, member after member: their order on the wire.
+    /// Rows of keys of each group, member after member: their order on the wire. Each span is of
+    /// one sequence, or padding.
     pub areas: Vec<Vec<Range<usize>>>,
-    /// Of each area: the spans that some query of my group sees.
+    /// The spans of each rank among those of its area.
+    pub spans: Vec<Range<usize>>,
+    /// Of each area: the spans that some query of my group needs.
     pub needed: Vec<Vec<bool>>,
-    /// Of each group: the spans of my area that its queries see.
+    /// Of each group: the spans of my area that its queries need.
     pub asked: Vec<Vec<bool>>,
-    /// `ring` alone: of each rank, the spans of each area that its queries see.
-    seen: Vec<Vec<Vec<bool>>>,
+    /// `ring` alone: of each rank, the spans of each area that its queries need.
+    needed_by: Vec<Vec<Vec<bool>>>,
     /// Slices of my group's queries against each area.
     pub slices: Vec<Vec<Slice>>,
 }
@@ -64,6 +67,51 @@ pub(super) fn kv_heads(heads: usize, inner: usize, at: usize) -> Range<usize> {
         0 => at * heads / inner..(at + 1) * heads / inner,
         _ => at * heads / inner..at * heads / inner + 1,
     }
+}
+
+/// Cuts spans of rows where sequences begin and end.
+fn by_sequence(spans: &[Range<usize>], sequences: &[Range<usize>]) -> Vec<Range<usize>> {
+    let mut out = Vec::with_capacity(spans.len());
+    for span in spans {
+        let first = sequences.partition_point(|s| s.end <= span.start);
+        let here = sequences[first..].iter().take_while(|s| s.start < span.end);
+        let mut start = span.start;
+        for end in here.flat_map(|s| [s.start, s.end.min(span.end)]).chain([span.end]) {
+            if end > start {
+                out.push(start..end);
+                start = end;
+            }
+        }
+    }
+    out
+}
+
+/// Returns which spans of one rank's keys a rank with these queries needs: those of which they see
+/// a row, and padding between two of them, so that they stay one run.
+fn needed(queries: &Queries<'_>, spans: &[Range<usize>], sequences: &[Range<usize>]) -> Vec<bool> {
+    let mut needed = queries.see(spans);
+    let mut before = None;
+    for (i, span) in spans.iter().enumerate() {
+        let s = sequences.partition_point(|s| s.end <= span.start);
+        let padding = sequences.get(s).is_none_or(|s| s.start > span.start);
+        if needed[i] {
+            needed[before.unwrap_or(i)..i].fill(true);
+            before = Some(i);
+        } else if !padding {
+            before = None;
+        }
+    }
+    needed
+}
+
+/// Returns the places of the spans of each member of a group among those of all.
+fn places(members: &[Vec<Range<usize>>]) -> Vec<Range<usize>> {
+    let mut end = 0;
+    let place = |spans: &Vec<Range<usize>>| {
+        end += spans.len();
+        end - spans.len()..end
+    };
+    members.iter().map(place).collect()
 }
 
 pub(super) fn num_rows(spans: &[Range<usize>]) -> usize {
@@ -83,18 +131,22 @@ impl Schedule {
         let members =
             |g: usize| (0..grid.inner).map(move |i| Rank::new((g * grid.inner + i) as u32));
         let rows_q = |g| members(g).map(|r| d.rows_q(seqs, r, size)).collect::<Vec<_>>();
-        let rows_kv = |g| members(g).map(|r| d.rows_kv(seqs, r, size)).collect::<Vec<_>>();
         let queries = |g| Queries::new(&rows_q(g).concat(), seqs, &d.attn.mask);
-        let areas: Vec<_> = (0..grid.outer).map(|g| rows_kv(g).concat()).collect();
+        let keys: Vec<_> =
+            Rank::all(size).map(|r| by_sequence(&d.rows_kv(seqs, r, size), &seqs.kv)).collect();
+        let areas: Vec<_> = keys.chunks(grid.inner).map(<[_]>::concat).collect();
         let mine = queries(grid.group);
+        let needs = |queries: &Queries<'_>, area: usize| {
+            let of_rank = |spans: &Vec<_>| needed(queries, spans, &seqs.kv);
+            keys[area * grid.inner..][..grid.inner].iter().flat_map(of_rank).collect()
+        };
+        let needs_all = |queries: &Queries<'_>| -> Vec<Vec<bool>> {
+            (0..grid.outer).map(|area| needs(queries, area)).collect()
+        };
         let heads = kv_heads(d.attn.heads_kv, grid.inner, grid.at);
         let hq = d.attn.heads_q / grid.inner;
-        let sees = |g| {
-            let queries = queries(g);
-            areas.iter().map(|a| queries.see(a)).collect()
-        };
-        let seen = match strategy {
-            Strategy::Ring => (0..grid.outer).map(sees).collect(),
+        let needed_by = match strategy {
+            Strategy::Ring => (0..grid.outer).map(|g| needs_all(&queries(g))).collect(),
             _ => Vec::new(),
         };
         Self {
@@ -102,9 +154,10 @@ impl Schedule {
             dims: Dims { hq, hkv: heads.len(), dqk: d.attn.dqk, dv: d.attn.dv },
             first_head: grid.at * hq,
             member_q: rows_q(grid.group),
-            needed: areas.iter().map(|a| mine.see(a)).collect(),
-            asked: (0..grid.outer).map(|g| queries(g).see(&areas[grid.group])).collect(),
-            seen,
+            spans: keys.chunks(grid.inner).flat_map(places).collect(),
+            needed: needs_all(&mine),
+            asked: (0..grid.outer).map(|g| needs(&queries(g), grid.group)).collect(),
+            needed_by,
             slices: areas.iter().map(|a| mine.slices(a)).collect(),
             areas,
         }
@@ -115,7 +168,7 @@ impl Schedule {
         self.member_q.iter().map(|s| num_rows(s)).sum()
     }
 
-    /// Returns whether a query of my group sees a row of another group's keys.
+    /// Returns whether a query of my group needs a row of another group's keys.
     pub fn sees_others(&self) -> bool {
         let sees = |g: usize| {
             let spans = self.areas[g].iter().zip(&self.needed[g]);
@@ -124,8 +177,8 @@ impl Schedule {
         self.grid.other_groups().any(sees)
     }
 
-    /// Returns whether my group's queries see all rows of the other groups' keys.
-    pub fn sees_all_others(&self) -> bool {
+    /// Returns whether my group needs all rows of the other groups' keys.
+    pub fn needs_all_others(&self) -> bool {
         let all = |g: usize| {
             let spans = self.areas[g].iter().zip(&self.needed[g]);
             spans.into_iter().all(|(rows, needed)| *needed || rows.is_empty())
@@ -133,16 +186,16 @@ impl Schedule {
         self.grid.other_groups().all(all)
     }
 
-    /// Returns the spans of rank `owner`'s keys that travel to rank `to` of a ring: those that its
-    /// queries see, or queries of the ranks behind it up to the owner.
+    /// Returns the spans of rank `owner`'s keys that travel to rank `to` of a ring: those that it
+    /// needs, or one of the ranks behind it up to the owner.
     pub fn passed(&self, owner: usize, to: usize) -> Vec<bool> {
         let size = self.grid.outer;
         let readers = (0..size).map(|i| (to + i) % size).take_while(|r| *r != owner);
-        let seen = |mut spans: Vec<bool>, r: usize| {
-            spans.iter_mut().zip(&self.seen[r][owner]).for_each(|(span, sees)| *span |= sees);
+        let with = |mut spans: Vec<bool>, r: usize| {
+            spans.iter_mut().zip(&self.needed_by[r][owner]).for_each(|(span, more)| *span |= more);
             spans
         };
-        readers.fold(vec![false; self.areas[owner].len()], seen)
+        readers.fold(vec![false; self.areas[owner].len()], with)
     }
 
     /// Returns the rows of group `owner`'s keys among the keys of all ranks.

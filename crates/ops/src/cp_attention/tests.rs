@@ -230,26 +230,20 @@ fn defined(w: &Plans, pass: Pass, r: usize, p: usize) -> usize {
         dims.iter().map(|d| d * t.size() + scale).sum()
     };
     let keys = head(&[a.dqk, a.dv], w.d.kv_wire().0);
-    // Rows of keys of rank `owner` that some query of the groups of these ranks sees.
-    let seen_by = |readers: &[usize], owner: usize| -> usize {
-        let spans = |q| w.d.rows_q(&w.seqs, Rank::new(q as u32), size);
-        let group = |r: &usize| r / inner * inner..r / inner * inner + inner;
-        let queries: Vec<_> = readers.iter().flat_map(group).flat_map(spans).collect();
-        let spans = w.d.rows_kv(&w.seqs, Rank::new(owner as u32), size);
-        let see = Queries::new(&queries, &w.seqs, &a.mask).see(&spans);
-        spans.iter().zip(see).filter(|(_, seen)| *seen).map(|(s, _)| s.len()).sum()
+    // Rows of keys of rank `owner` that one of these ranks needs.
+    let needed = |readers: &[usize], owner: usize| -> usize {
+        w.wanted(readers, owner).into_iter().filter(|wanted| *wanted).count()
     };
-    let seen = |reader: usize, owner: usize| seen_by(&[reader], owner);
     let mut bytes = match s {
         // From the rank before me, of the keys of each other rank what I need, and the ranks behind
         // me up to that one.
         Strategy::Ring if (p + 1) % size == r => {
             let passes = |n: usize| (0..n).map(|i| (r + i) % size).collect::<Vec<_>>();
-            let from = |n: usize| seen_by(&passes(n), (r + n) % size) * a.heads_kv * keys;
+            let from = |n: usize| needed(&passes(n), (r + n) % size) * a.heads_kv * keys;
             (1..size).map(from).sum()
         }
         Strategy::Ring => 0,
-        _ => seen(r, p) * hkv * keys,
+        _ => needed(&[r], p) * hkv * keys,
     };
     let (mine, theirs) = (w.rows_q(r).len(), w.rows_q(p).len());
     if inner > 1 && r / inner == p / inner {
@@ -264,7 +258,7 @@ fn defined(w: &Plans, pass: Pass, r: usize, p: usize) -> usize {
         let alone = size / inner == 1 && a.heads_kv.is_multiple_of(inner);
         let (rows, t) = match alone && !w.d.dkv_wire.is_fp8() {
             true => (w.rows_kv(r).len(), a.out),
-            false => (seen(p, r), w.d.dkv_wire),
+            false => (needed(&[p], r), w.d.dkv_wire),
         };
         let heads = kv_heads(a.heads_kv, inner, p % inner).len();
         bytes += rows * heads * head(&[a.dqk, a.dv], t);
@@ -288,6 +282,44 @@ fn bytes_are_defined(w: &Plans) {
             assert_eq!(got, want, "{:?} {pass:?} {r}<-{p}", s.strategy);
         }
     }
+}
+
+/// Checks that of a chunk with rows of several sequences only those travel that are of a sequence
+/// of the receiver.
+#[test]
+fn rows_of_other_sequences_do_not_travel() {
+    let mut d = CpAttentionDesc { layout: Layout::Contiguous, ..desc(AttnMask::FULL) };
+    d.attn.sequences = Sequences::packed(&[0, 10, 34, 64], &[0, 10, 34, 64]).unwrap();
+    // Ranks have 10 rows of sequence 0 and 6 of 1; 16 of 1; 2 of 1 and 14 of 2; 16 of 2.
+    let rows = |s, me, peer: usize| {
+        let t = traffic(&d, s, Pass::Forward, me);
+        (t[peer].put_bytes + t[peer].get_bytes) / 256
+    };
+    for (s, me, want) in [
+        (Strategy::Get, 0, [0, 16, 2, 0]),
+        (Strategy::Get, 2, [6, 16, 0, 16]),
+        (Strategy::AllGather, 0, [0, 6, 6, 0]),
+        (Strategy::AllGather, 2, [2, 2, 0, 14]),
+        // To rank 1 those of rank 0; of rank 3, for rank 2; and of rank 2, which stay there.
+        (Strategy::Ring, 0, [0, 6 + 16 + 2, 0, 0]),
+        // To rank 0 those of rank 3, for rank 2; of rank 2, for it and rank 1; and of rank 1.
+        (Strategy::Ring, 3, [16 + 2 + 16, 0, 0, 0]),
+    ] {
+        assert_eq!([0, 1, 2, 3].map(|p| rows(s, me, p)), want, "{s} of {me}");
+    }
+}
+
+/// Checks that padding between rows that are needed travels with them, in one copy, and other
+/// padding does not.
+#[test]
+fn padding_does_not_divide_a_run() {
+    let mut d = CpAttentionDesc { layout: Layout::ZigzagPerSequence, ..desc(AttnMask::FULL) };
+    let (cu, padded) = ([0, 14, 28, 42], [0, 16, 32, 64]);
+    d.attn.sequences = Sequences::padded((&cu, &padded), (&cu, &padded)).unwrap();
+    let t = traffic(&d, Strategy::AllGather, Pass::Forward, 0);
+    // Rows 0, 1, 14, 15 and 16, 17, 30, 31 and 32..36, 60..64, of which the padding 14, 15 and 30,
+    // 31 is between rows of sequences, and 60..64 is behind the last.
+    assert_eq!((t[1].puts, t[1].put_bytes), (2, 12 * 256));
 }
 
 /// Under a causal zigzag, `get` leaves out the late chunks of the ranks before it.

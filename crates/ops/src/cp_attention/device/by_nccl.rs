@@ -39,7 +39,7 @@ impl DeviceRun<'_> {
     /// Exchanges the keys of all ranks and, where heads are traded, my group's rows of my heads.
     pub fn bring_by_nccl(&self, n: &Exchange, saved: Option<&AttnSaved>) -> Result<()> {
         let (s, m, x) = (self.s, &self.op.p.memory, self.x);
-        if s.strategy == Strategy::AllGather && self.all_see_all() {
+        if s.strategy == Strategy::AllGather && self.all_need_all() {
             return self.gather_keys(n);
         }
         let at = s.published().1;
@@ -64,9 +64,9 @@ impl DeviceRun<'_> {
     }
 
     /// Returns whether every rank needs all rows of the others: equal on all ranks.
-    fn all_see_all(&self) -> bool {
+    fn all_need_all(&self) -> bool {
         let others = self.others.iter().flatten();
-        others.chain([self.op.sched]).all(Schedule::sees_all_others)
+        others.chain([self.op.sched]).all(Schedule::needs_all_others)
     }
 
     /// Gathers all keys of all ranks by one collective for each of k and v.
