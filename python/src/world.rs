@@ -52,8 +52,8 @@ const FIRST_BYTES: usize = 16 << 20;
 /// Bytes per rank that a heap on the CPU may grow to by default. Pages that nothing touches cost
 /// nothing.
 const HOST_LIMIT: usize = 4 << 30;
-/// Limit for the ranks of a group to arrive.
-pub const RENDEZVOUS: Duration = Duration::from_secs(120);
+/// Limit for the ranks of a group to arrive, where a wait may last longer.
+const RENDEZVOUS: Duration = Duration::from_secs(120);
 
 /// The member of world `id`.
 ///
@@ -290,7 +290,8 @@ pub fn world_cfg(timeout_s: f64, check: bool) -> Result<WorldCfg> {
     let timeout = timeout.ok_or_else(|| {
         Error::invalid("`timeout_s` must be a positive number of seconds").seen(timeout_s)
     })?;
-    Ok(WorldCfg { timeout, check, rendezvous_timeout: RENDEZVOUS, ..WorldCfg::default() })
+    let rendezvous_timeout = RENDEZVOUS.min(timeout);
+    Ok(WorldCfg { timeout, check, rendezvous_timeout, ..WorldCfg::default() })
 }
 
 fn next_meeting(group: &str) -> String {
@@ -316,7 +317,6 @@ pub fn world_of_store(
     timeout_s: f64,
     check: bool,
 ) -> PyResult<World> {
-    let store = PyStore::new(store, "tilewire");
     let make = || {
         let cfg = world_cfg(timeout_s, check)?;
         // Counted before anything can fail: ranks that call again after a failure, here or on
@@ -328,8 +328,10 @@ pub fn world_of_store(
         } else {
             let config = Config::from_env()?;
             let secret = Secret::of_process(&config, &job)?;
-            let deadline = Deadline::after(RENDEZVOUS);
-            LinkMesh::connect(&store, &job, Rank::new(rank), size, &secret, deadline)?
+            let (rank, deadline) = (Rank::new(rank), Deadline::after(cfg.rendezvous_timeout));
+            let store = PyStore::open(store, "tilewire", deadline)?;
+            LinkMesh::connect(&store, &job, rank, size, &secret, deadline)
+                .map_err(|e| store.failure(e, rank))?
         };
         form(mesh, cfg, settings)
     };
@@ -352,7 +354,7 @@ pub fn world_of_environment(
         let cfg = world_cfg(timeout_s, check)?;
         let config = Config::from_env()?;
         let place = detect(&Flags::of_process(), &std::env::vars().collect())?;
-        let mesh = join_processes(&place, &config, Deadline::after(RENDEZVOUS))?;
+        let mesh = join_processes(&place, &config, Deadline::after(cfg.rendezvous_timeout))?;
         form(mesh, cfg, settings(backend, ordinal, heap_bytes)?)
     };
     let id = py.detach(make).or_raise(py)?;

@@ -15,7 +15,7 @@ use tilewire::symm::{self, Fingerprint};
 
 use crate::errors::OrRaise;
 use crate::store::PyStore;
-use crate::world::{RENDEZVOUS, Settings, check_fork, settings, world_cfg};
+use crate::world::{Settings, check_fork, settings, world_cfg};
 
 fn lock<T>(m: &Mutex<T>) -> MutexGuard<'_, T> {
     m.lock().unwrap_or_else(PoisonError::into_inner)
@@ -295,7 +295,6 @@ pub fn jax_init(
     heap_bytes: Option<usize>,
     timeout_s: f64,
 ) -> PyResult<String> {
-    let store = store.map(|s| PyStore::new(s, "tilewire"));
     let make = || {
         let size = axes.iter().map(|a| a.1).product();
         let cfg = world_cfg(timeout_s, false)?;
@@ -306,7 +305,7 @@ pub fn jax_init(
             .first()
             .cloned()
             .ok_or_else(|| Error::invalid("no device of the mesh belongs to this process"))?;
-        let locals = meet(&mine, size, (store.as_ref(), name), cfg, &all)?;
+        let locals = meet(&mine, size, (store, name), cfg, &all)?;
         let kind = first.backend.to_string();
         let world = JaxWorld {
             locals,
@@ -329,7 +328,7 @@ pub fn jax_init(
 fn meet(
     mine: &[(u32, i32)],
     size: usize,
-    (store, name): (Option<&PyStore>, &str),
+    (store, name): (Option<Py<PyAny>>, &str),
     cfg: WorldCfg,
     settings: &[Settings],
 ) -> Result<Vec<Local>> {
@@ -337,21 +336,24 @@ fn meet(
         Some(text) => Secret::from_hex(text)?,
         None => Secret::from_job(name),
     };
-    let deadline = Deadline::after(RENDEZVOUS);
-    let threads = match store {
+    let deadline = Deadline::after(cfg.rendezvous_timeout);
+    let store = store.map(|s| PyStore::open(s, "tilewire", deadline)).transpose()?;
+    let threads = match &store {
         None => ThreadMesh::group(size)?,
         Some(_) => Vec::new(),
     };
     let join = |i: usize| -> Result<Local> {
         let ((rank, ordinal), device) = (mine[i], settings[i].device.clone());
-        let mesh: Arc<dyn Mesh> = match store {
-            None => threads[rank as usize].clone(),
-            Some(s) => LinkMesh::connect(s, name, Rank::new(rank), size, &secret, deadline)?,
+        let rank = Rank::new(rank);
+        let mesh: Arc<dyn Mesh> = match &store {
+            None => threads[rank.idx()].clone(),
+            Some(s) => LinkMesh::connect(s, name, rank, size, &secret, deadline)
+                .map_err(|e| s.failure(e, rank))?,
         };
         let world = symm::World::join(mesh, cfg);
         let control = world.everyone("jax")?;
         let (teams, first, layers) = (Mutex::default(), Mutex::default(), Mutex::default());
-        Ok(Local { rank: Rank::new(rank), ordinal, device, world, control, teams, first, layers })
+        Ok(Local { rank, ordinal, device, world, control, teams, first, layers })
     };
     std::thread::scope(|s| {
         let join = &join;

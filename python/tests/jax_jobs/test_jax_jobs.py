@@ -318,3 +318,36 @@ with begin() as world:
     for rank, out in enumerate(outs):
         first = rank // 2 * 2
         assert f"rows [{first}.0, {first + 1}.0]" in out and "all 4" in out, out
+
+
+def test_a_coordinator_that_is_stopped_is_a_timeout_that_names_it():
+    done = job(
+        2,
+        """
+import signal, subprocess
+from jax._src import distributed
+store = distributed.global_state.client
+if rank == 0:
+    store.key_value_set("server", str(os.getpid()))
+    store.blocking_key_value_get("stop now", 60_000)
+    os.kill(os.getpid(), signal.SIGSTOP)
+server = int(store.blocking_key_value_get("server", 60_000))
+# Killed once this process has ended.
+killer = subprocess.Popen(["sh", "-c", f"read line; kill -KILL {server}"], stdin=subprocess.PIPE)
+store.key_value_set("stop now", "")
+while open(f"/proc/{server}/stat").read().rsplit(")", 1)[1].split()[0] != "T":
+    time.sleep(0.01)
+start = time.monotonic()
+try:
+    begin(timeout_s=4)
+except tilewire.Timeout as e:
+    print("after", time.monotonic() - start, e.phase, e, flush=True)
+# What JAX does at the end waits for the coordinator, too.
+os._exit(0)
+""",
+    )
+    assert done[0][0] == -9
+    (out,) = all_good(done[1:])
+    found = re.search(r"after ([0-9.]+) rendezvous (.*)", out)
+    assert found and 3 < float(found[1]) < 8, out
+    assert "coordinator of jax.distributed at 127.0.0.1" in found[2], out

@@ -40,8 +40,13 @@ os.register_at_fork(after_in_child=_native.forked)
 class _Store:
     """The key-value store of jax.distributed, as the place where processes meet."""
 
-    def __init__(self, client):
+    def __init__(self, client, address):
         self._client = client
+        self.where = f"the coordinator of jax.distributed at {address}"
+        self.address = None
+
+    def connect(self):
+        return self
 
     def set(self, key, value):
         self._client.key_value_set_bytes(key, bytes(value), allow_overwrite=True)
@@ -136,7 +141,7 @@ def init(mesh, *, backend="auto", heap_bytes=None, timeout_s=600.0):
             ``nvshmem``.
         heap_bytes: the most symmetric memory per rank, equal in all processes. Default: 4 GiB on
             the CPU, where only what is used takes memory; a quarter of the memory of a GPU.
-        timeout_s: how long a wait for a live peer may last.
+        timeout_s: how long a wait for a live peer may last; for the ranks to meet, at most 120 s.
 
     Returns:
         World: the first one is what operations use with ``world=None``.
@@ -144,7 +149,7 @@ def init(mesh, *, backend="auto", heap_bytes=None, timeout_s=600.0):
     Raises:
         InvalidArgument: no device of the mesh belongs to this process, or they are of no platform
             that is served.
-        Timeout: naming the ranks that did not come.
+        Timeout: naming the ranks that did not come, or the coordinator that gives no answer.
         Mismatch: processes are on several hosts, or ask for different things.
         Unavailable: there is no such backend here.
     """
@@ -168,7 +173,7 @@ def init(mesh, *, backend="auto", heap_bytes=None, timeout_s=600.0):
     number = _number([d.id for d in devices], axes)
     store = None
     if len(mine) < len(devices):
-        store = _Store(_client())
+        store = _store()
     name = f"jax.{number:x}"
     rest = (backend, cuda, heap_bytes, float(timeout_s))
     used = _native.jax_init(number, axes, mine, store, name, *rest)
@@ -188,15 +193,15 @@ def _number(devices, axes):
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=6).digest(), "big")
 
 
-def _client():
+def _store():
     from jax._src import distributed
 
-    client = distributed.global_state.client
-    if client is None:
+    state = distributed.global_state
+    if state.client is None:
         raise InvalidArgument(
             "the mesh has devices of other processes, and jax.distributed is not initialized"
         )
-    return client
+    return _Store(state.client, state.coordinator_address)
 
 
 def world_of(world):

@@ -125,14 +125,14 @@ def init(
             ``nvshmem``.
         heap_bytes: the most symmetric memory per rank, equal on all ranks. Default: 4 GiB on the
             CPU, where only what is used takes memory; a quarter of the memory of a GPU.
-        timeout_s: how long a wait for a live peer may last.
+        timeout_s: how long a wait for a live peer may last; for the ranks to meet, at most 120 s.
         check: compare operations and sizes of all ranks before each eager call.
 
     Returns:
         World: the first one is what operations use with ``group=None``.
 
     Raises:
-        Timeout: naming the ranks that did not come.
+        Timeout: naming the ranks that did not come, or the store that gives no answer.
         Mismatch: ranks are on several hosts, or ask for different things.
         Unavailable: there is no such backend here.
     """
@@ -184,13 +184,29 @@ def _place(group):
     rank = dist.get_rank(group)
     if rank < 0:
         raise InvalidArgument("this process is not in the group")
-    store = dist.distributed_c10d._get_process_group_store(group)
-    try:
-        # A connection of its own: whoever waits in one keeps others from using it.
-        store = store.clone()
-    except (AttributeError, RuntimeError, NotImplementedError):
-        pass
+    store = _Store(dist.distributed_c10d._get_process_group_store(group))
     return group, (store, group.group_name, rank, dist.get_world_size(group))
+
+
+class _Store:
+    """The store of a process group, as the place where ranks meet."""
+
+    def __init__(self, store):
+        self._store = store
+        while hasattr(store, "underlying_store"):
+            store = store.underlying_store
+        self.where = f"torch's {type(store).__name__}"
+        self.address = None
+        if isinstance(store, torch.distributed.TCPStore):
+            self.address = (store.host, store.port)
+            self.where += f" at {store.host}:{store.port}"
+
+    def connect(self):
+        """A connection of its own: whoever waits in one keeps others from using it."""
+        try:
+            return self._store.clone()
+        except (AttributeError, RuntimeError, NotImplementedError):
+            return self._store
 
 
 def handle_of(group):
