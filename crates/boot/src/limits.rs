@@ -17,6 +17,9 @@ const OUT_OF_MEMORY_CODE: i32 = 2;
 /// limit. Only what is used takes memory.
 const STACK: usize = 8 << 20;
 
+/// The file of Rust's library whose only panics are those for lack of memory.
+const SIGNAL_STACKS: &str = "sys/pal/unix/stack_overflow.rs";
+
 /// The system's allocator for a program's `#[global_allocator]`. Where memory lacks, it ends the
 /// process with an error and code 2, instead of an abort, unless the caller expects that
 /// ([`expect_failure`](tilewire_core::memory::expect_failure)).
@@ -31,15 +34,9 @@ fn checked(ptr: *mut u8, size: usize) -> *mut u8 {
     ptr
 }
 
-/// Ends the process. Allocates nothing. Where several threads lack memory at once, the first one
-/// speaks.
+/// Ends the process for an allocation of `size` bytes. Allocates nothing.
 #[cold]
 fn out_of_memory(size: usize) -> ! {
-    static SPOKEN: AtomicBool = AtomicBool::new(false);
-    while SPOKEN.swap(true, Ordering::Relaxed) {
-        // The process ends meanwhile.
-        std::thread::sleep(Duration::from_millis(10));
-    }
     let mut digits = [0; 20];
     let (mut at, mut rest) = (digits.len(), size);
     while rest > 0 || at == digits.len() {
@@ -47,17 +44,30 @@ fn out_of_memory(size: usize) -> ! {
         digits[at] = b'0' + (rest % 10) as u8;
         rest /= 10;
     }
-    let text: [&[u8]; 3] = [
-        b"error: memory ran out: an allocation of ",
-        &digits[at..],
-        b" bytes failed\n  hint: raise the limit of the address space (`ulimit -v`), or use fewer \
-          ranks or smaller sizes\n",
-    ];
-    let stderr = std::io::stderr();
-    for part in text {
-        // Nobody is left to learn that standard error is closed.
-        rustix::io::write(&stderr, part).ok();
+    end_without_memory(&[b"an allocation of ", &digits[at..], b" bytes failed"])
+}
+
+/// Ends the process, and says what had no memory. Allocates nothing. Where several threads lack
+/// memory at once, the first one speaks.
+#[cold]
+fn end_without_memory(what: &[&[u8]]) -> ! {
+    static SPOKEN: AtomicBool = AtomicBool::new(false);
+    while SPOKEN.swap(true, Ordering::Relaxed) {
+        // The process ends meanwhile.
+        std::thread::sleep(Duration::from_millis(10));
     }
+    let hint =
+        b"\n  hint: raise the limit of the address space (`ulimit -v`), or use fewer ranks or \
+        smaller sizes\n";
+    // One write, which words of another thread do not divide.
+    let (mut text, mut len) = ([0; 256], 0);
+    let begin: &[&[u8]] = &[b"error: memory ran out: "];
+    for byte in begin.iter().chain(what).chain(&[&hint[..]]).flat_map(|part| part.iter()) {
+        text[len] = *byte;
+        len += 1;
+    }
+    // Nobody is left to learn that standard error is closed.
+    rustix::io::write(std::io::stderr(), &text[..len]).ok();
     signal_hook::low_level::exit(OUT_OF_MEMORY_CODE)
 }
 
@@ -99,12 +109,23 @@ pub fn expect_file_limit() -> Result<()> {
         .map_err(|e| Error::io("handling the signal of the limit of file sizes", e))
 }
 
-/// Makes all threads allocate from one arena where the address space is limited (`ulimit -v`).
+/// Prepares for a limit of the address space (`ulimit -v`): all threads allocate from one arena if
+/// there is one, and a thread that begins without memory is an error.
+///
+/// Rust gives each thread a stack for its signals, and panics where there is no memory for it,
+/// which ends the process by an abort, before the thread has run anything of the program's.
 ///
 /// glibc reserves 64 MiB of addresses for an arena of each thread. Where it cannot have them, it
 /// tries again at each allocation: every one of a few bytes then costs six system calls and a page
 /// of its own, so that memory runs out early, and a program on a busy machine ends seconds late.
 pub fn expect_address_limit() {
+    let usual = std::panic::take_hook();
+    std::panic::set_hook(Box::new(move |panic| {
+        if panic.location().is_some_and(|l| l.file().ends_with(SIGNAL_STACKS)) {
+            end_without_memory(&[b"a thread has no stack for its signals"]);
+        }
+        usual(panic);
+    }));
     #[cfg(all(target_os = "linux", target_env = "gnu"))]
     if getrlimit(Resource::As).current.is_some() {
         // SAFETY: it sets a parameter of the allocator, under that one's lock.
@@ -130,7 +151,12 @@ pub fn with_stack<R: Send>(f: impl FnOnce() -> R + Send) -> Result<R> {
             .name("main".to_owned())
             .stack_size(STACK)
             .spawn_scoped(s, f)
-            .map_err(|e| Error::io("starting the thread of the program", e))?;
+            .map_err(|e| {
+                Error::io("starting the thread of the program", e).hint(
+                    "raise the limits of processes (`ulimit -u`) and of the address space \
+                     (`ulimit -v`)",
+                )
+            })?;
         thread.join().map_or_else(|panic| std::panic::resume_unwind(panic), Ok)
     })
 }

@@ -71,6 +71,40 @@ fn a_few_bytes_take_a_few_bytes_under_every_limit() {
     assert!(String::from_utf8_lossy(&out.stdout).contains("6001 events"), "{out:?}");
 }
 
+/// A thread that has its stack and lacks the rest ended by an abort. The limits are in steps of a
+/// page, from the highest under which the first thread does not start.
+#[test]
+fn a_thread_that_begins_without_memory_is_an_error_and_no_abort() {
+    let env = |limit: u64| under(&format!("ulimit -c 0; ulimit -v {limit}"), &["env"]);
+    let unstarted = |o: &Output| said(o).contains("starting the thread of the program");
+    let (mut too_little, mut enough) = (8 << 10, 1 << 20);
+    while enough - too_little > 4 {
+        let limit = (too_little + enough) / 2;
+        let out = env(limit);
+        // Before there is a thread the kernel or the dynamic loader ends it, in their ways.
+        let early = out.status.code() == Some(127)
+            || (out.status.code().is_none() && out.stderr.is_empty());
+        match early || unstarted(&out) {
+            true => too_little = limit,
+            false => enough = limit,
+        }
+        // Between the loader and the thread a few limits are too low for an allocation.
+        if enough - too_little <= 4 && enough < 1 << 16 && !unstarted(&env(too_little)) {
+            (too_little, enough) = (enough + 1024, 1 << 20);
+        }
+    }
+    let mut lacked = 0;
+    for limit in (too_little..too_little + 64).step_by(4) {
+        let out = env(limit);
+        let text = said(&out);
+        let error = out.status.code() == Some(2) && text.contains("error: ");
+        assert!(out.status.success() || error, "{limit}: {}: {text}", out.status);
+        assert!(!text.contains("panicked"), "{limit}: {text}");
+        lacked += usize::from(text.contains("no stack for its signals"));
+    }
+    assert!(lacked > 0, "no limit was met under which a thread lacks but this stack");
+}
+
 /// The launcher under a limit: the job ends when a rank fails, with the code of that rank, or the
 /// launcher says what it lacks. It has threads, and none of them is needed to end.
 #[test]
