@@ -183,8 +183,8 @@ pub fn tensor(obj: &Bound<'_, PyAny>, what: &str, device: &Device) -> PyResult<T
     made.map_err(|e| super::errors::exception(obj.py(), &e))
 }
 
-/// The elements of `t` as a row-major tensor of shape `dims`, which has as many, used where they lie
-/// on `device`.
+/// The elements of `t` as a row-major tensor of shape `dims`, which has as many, used where they
+/// lie on `device`.
 ///
 /// # Safety
 /// `t` is the view of a dense tensor that is alive and stays so as [`tensor`] says.

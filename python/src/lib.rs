@@ -9,7 +9,8 @@
 //! - Tensors are lent without an owner: calls on the CPU wait for their work before they return,
 //!   and work on a GPU joins the caller's stream, whose order the caller's allocator follows.
 //! - The GIL is released wherever a call can block.
-//! - No panic crosses into Python; no Python is called from a thread of tilewire's.
+//! - No panic crosses into Python; no Python is called from a thread of tilewire's, but for that of
+//!   a store while ranks meet.
 
 #![allow(missing_docs)]
 

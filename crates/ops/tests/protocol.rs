@@ -438,9 +438,7 @@ fn captured_replays_equal_eager_launches() {
 #[test]
 fn thousands_of_replays_equal_eager_launches() {
     let rounds = if std::env::var_os("TW_FULL").is_some() { 10_000 } else { 1_000 };
-    for (name, make) in all_ops() {
-        replays_equal_eager(name, make, ranks_for(name, 2), rounds);
-    }
+    all_ops().for_each(|(name, make)| replays_equal_eager(name, make, ranks_for(name, 2), rounds));
 }
 
 /// Routing that cannot be: an expert that does not exist, another number of tokens, copies beyond
