@@ -17,6 +17,7 @@ use tilewire::device::{Device, Memory};
 use tilewire::prelude::*;
 
 /// `DLTensor`.
+#[derive(Clone, Copy)]
 #[repr(C)]
 pub struct DlTensor {
     pub data: *mut c_void,
@@ -68,6 +69,10 @@ impl DlTensor {
 
     pub fn is_f32(&self) -> bool {
         (self.code, self.bits, self.lanes) == (2, 32, 1)
+    }
+
+    pub fn is_bf16(&self) -> bool {
+        (self.code, self.bits, self.lanes) == (4, 16, 1)
     }
 }
 
@@ -172,6 +177,21 @@ pub fn view(obj: &Bound<'_, PyAny>, what: &str) -> PyResult<DlTensor> {
     }
     // SAFETY: all zero is a `DlTensor`, and the call has filled it in.
     Ok(unsafe { t.assume_init() })
+}
+
+/// Returns the view of `obj`, which is of the framework's tensor type or its parameter type, if it
+/// exports one.
+pub fn view_of_tensor(obj: &Bound<'_, PyAny>) -> Option<DlTensor> {
+    let py = obj.py();
+    let mut t = std::mem::MaybeUninit::<DlTensor>::zeroed();
+    // SAFETY: `obj` is a tensor of this framework; the output is valid.
+    let code = unsafe { (FRAMEWORK.get(py)?.view)(obj.as_ptr(), t.as_mut_ptr()) };
+    if code != 0 {
+        drop(PyErr::take(py));
+        return None;
+    }
+    // SAFETY: all zero is a `DlTensor`, and the call has filled it in.
+    Some(unsafe { t.assume_init() })
 }
 
 /// A row-major tensor of `obj`'s elements, used where they lie on `device`. The caller keeps them

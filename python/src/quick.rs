@@ -10,6 +10,8 @@
 //! function is here, too. In all other cases it has done nothing and returns `None`: the caller
 //! goes the way in Python, which has the same results, and reports what is wrong with an argument.
 
+use std::cell::Cell;
+
 use pyo3::ffi;
 use pyo3::intern;
 use pyo3::prelude::*;
@@ -86,11 +88,13 @@ impl Torch {
         if kind != self.tensor.as_ptr() && kind != self.parameter.as_ptr() {
             return Ok(None);
         }
-        if obj.call_method0(intern!(obj.py(), "is_neg"))?.is_truthy()? {
+        let usable = dlpack::view_of_tensor(obj).filter(|t| !t.data.is_null() && t.bits >= 16);
+        // Views that are negated lazily are parts of complex numbers, which bf16 has none of.
+        if usable.is_some_and(|t| !t.is_bf16())
+            && obj.call_method0(intern!(obj.py(), "is_neg"))?.is_truthy()?
+        {
             return Ok(None);
         }
-        let view = dlpack::view(obj, "a tensor").ok();
-        let usable = view.filter(|t| !t.data.is_null() && t.bits >= 16);
         Ok(usable.map(|view| Plain { obj, view }))
     }
 
@@ -134,23 +138,56 @@ impl<'a, 'py> Args<'a, 'py> {
             return Ok(None);
         }
         let Some(operands) = torch.operands(self)? else { return Ok(None) };
+        SEEN.set(None);
         let mut grad = false;
         if torch.grad_enabled.bind(py).call0()?.is_truthy()? {
             for t in [Some(self.x), Some(self.w), self.bias].into_iter().flatten() {
                 grad = grad || t.getattr(intern!(py, "requires_grad"))?.is_truthy()?;
             }
         }
+        if grad {
+            let views = (operands.x.view, operands.w.view, operands.bias.as_ref().map(|b| b.view));
+            SEEN.set(Some(Seen { of: self.addresses(), views, kn: operands.kn }));
+        }
         Ok(Some((operands, grad)))
+    }
+
+    fn addresses(&self) -> [usize; 3] {
+        [Some(self.x), Some(self.w), self.bias].map(|t| t.map_or(0, |t| t.as_ptr().addr()))
     }
 
     /// The operands in the forward function of a node, which is made where [`Args::look`] has found
     /// that the kernels take them.
     fn again(self) -> PyResult<Operands<'a, 'py>> {
-        let view = |obj| dlpack::view(obj, "a tensor").map(|view| Plain { obj, view });
-        let (x, w) = (view(self.x)?, view(self.w)?);
-        let kn = !w.view.is_dense();
-        Ok(Operands { x, kn, w, bias: self.bias.map(view).transpose()? })
+        let seen = SEEN.take().filter(|s| s.of == self.addresses());
+        let Some(Seen { views: (x, w, bias), kn, .. }) = seen else {
+            // Somebody has wrapped the node.
+            let view = |obj| dlpack::view(obj, "a tensor").map(|view| Plain { obj, view });
+            let (x, w) = (view(self.x)?, view(self.w)?);
+            let kn = !w.view.is_dense();
+            return Ok(Operands { x, w, bias: self.bias.map(view).transpose()?, kn });
+        };
+        let bias = self.bias.zip(bias).map(|(obj, view)| Plain { obj, view });
+        Ok(Operands {
+            x: Plain { obj: self.x, view: x },
+            w: Plain { obj: self.w, view: w },
+            bias,
+            kn,
+        })
     }
+}
+
+/// The operands that [`Args::look`] has found for a node, which the caller makes at once: the
+/// objects' addresses, and the views of x, w and the bias.
+#[derive(Clone, Copy)]
+struct Seen {
+    of: [usize; 3],
+    views: (DlTensor, DlTensor, Option<DlTensor>),
+    kn: bool,
+}
+
+thread_local! {
+    static SEEN: Cell<Option<Seen>> = const { Cell::new(None) };
 }
 
 /// A tensor of torch and its view.
@@ -242,7 +279,10 @@ impl<'py> Operands<'_, 'py> {
         call: &Call,
     ) -> PyResult<(Bound<'py, PyAny>, Tensor)> {
         let made = self.x.new_like(rows, cols)?;
-        let view = dlpack::view(&made, what)?;
+        let view = match dlpack::view_of_tensor(&made) {
+            Some(view) => view,
+            None => dlpack::view(&made, what)?,
+        };
         let made = Plain { obj: &made, view };
         let tensor = made.tensor(what, &made.flat(), call)?;
         Ok((made.obj.clone(), tensor))
