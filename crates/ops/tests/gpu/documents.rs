@@ -334,6 +334,18 @@ fn who_needs_no_other_keys_attends_once() {
                     let want = if d.travels[me] { (2, 1) } else { (1, 0) };
                     assert_eq!((num("attn_fwd"), num("merge")), want, "{what}: {seen:?}");
                     println!("{what}: {} kernels", seen.len());
+                    let (out, lse) = (t.out.out.clone(), t.out.lse.clone());
+                    let saved = AttnSaved { out, lse, d_out: t.d_out.clone() };
+                    let mut done = Ok(());
+                    let seen = calls::noted(".kernels", || {
+                        done = plan.launch_bwd(&s, &t.x, saved, t.grads.clone()).map(drop);
+                    });
+                    done.and_then(|()| s.synchronize())?;
+                    // Of its own keys, and of those of others.
+                    let num = seen.iter().filter(|k| k.contains("attn_dkv")).count();
+                    let want = 1 + usize::from(d.travels[me]);
+                    assert_eq!(num, want, "{what}: {seen:?}");
+                    println!("{what}, backward: {} kernels", seen.len());
                 }
             }
         }

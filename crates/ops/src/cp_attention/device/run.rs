@@ -316,7 +316,10 @@ impl DeviceRun<'_> {
         let (k, v) = self.end_keys()?;
         let all = TwAttn { k, v, dk, dv, ..base };
         self.keep();
-        attention.keys(main, d, &all, &attention.tables(main, lists.other_tables(op.seqs))?)?;
+        // Nobody gets parts of keys that no query of mine sees.
+        if op.sched.sees_others() {
+            attention.keys(main, d, &all, &attention.tables(main, lists.other_tables(op.seqs))?)?;
+        }
         self.publish_parts()?;
         self.meet(MEET_BACK)?;
         self.l.fork()?;
