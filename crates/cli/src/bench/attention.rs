@@ -5,7 +5,9 @@
 //! gradients is compared, at the size that is timed. What is timed has random data.
 
 use std::ops::Range;
+use std::thread;
 
+use tilewire::core::memory::error_of_panic;
 use tilewire::ops::attention::{
     AttentionDesc, AttentionPlan, AttnGrads, AttnInputs, AttnMask, AttnOut, AttnSaved, Sequences,
 };
@@ -18,7 +20,55 @@ use super::products::tflops;
 use super::uniform::{Judged, Of, Results, Uniform, Zero};
 use crate::rows::{Row, Time};
 
-/// Tensors of a forward and a backward pass over some rows.
+/// The inputs of a forward and a backward pass over some rows.
+struct Inputs {
+    rows: usize,
+    x: AttnInputs,
+    d_out: Tensor,
+}
+
+impl Inputs {
+    /// Random ones.
+    fn noise(b: &Bench<'_>, rows: usize) -> Result<Self> {
+        let h = Heads::of(b.o.backend);
+        let (q, kv) = (h.q * h.width, h.kv * h.width);
+        let x = AttnInputs::new(b.noise(rows, q)?, b.noise(rows, kv)?, b.noise(rows, kv)?);
+        Ok(Self { rows, x, d_out: b.noise(rows, q)? })
+    }
+
+    /// Those whose results are known.
+    fn uniform(b: &Bench<'_>, u: &Uniform) -> Result<Self> {
+        let (h, rows, dtype) = (u.heads, u.mine.len(), b.o.dtype);
+        let made = |(of, heads)| {
+            move || Tensor::from_f32(&u.input(of), dtype, Shape::d2(rows, heads * h.width))
+        };
+        let all = [(Of::Q, h.q), (Of::K, h.kv), (Of::V, h.kv), (Of::DOut, h.q)];
+        let [q, k, v, d_out] = side_by_side(all.map(made))?;
+        let put = |t: Tensor| t.to(&b.device);
+        Ok(Self { rows, x: AttnInputs::new(put(q)?, put(k)?, put(v)?), d_out: put(d_out)? })
+    }
+}
+
+/// The inputs that all ways to attend to the same rows share.
+struct Shared {
+    spans: Vec<Range<usize>>,
+    known: Vec<(Uniform, Inputs)>,
+    noise: Inputs,
+}
+
+/// The results of `jobs`, which run on threads of their own: they convert millions of elements.
+fn side_by_side<T: Send, const N: usize>(
+    jobs: [impl FnOnce() -> Result<T> + Send; N],
+) -> Result<[T; N]> {
+    let done = thread::scope(|s| {
+        let threads = jobs.map(|job| s.spawn(job));
+        threads.map(|t| t.join().unwrap_or_else(|p| Err(error_of_panic("a conversion", p))))
+    });
+    let all = done.into_iter().collect::<Result<Vec<T>>>()?;
+    all.try_into().map_err(|_| Error::internal("as many results as jobs"))
+}
+
+/// Tensors of a forward and a backward pass.
 struct Pass {
     x: AttnInputs,
     out: Tensor,
@@ -28,28 +78,14 @@ struct Pass {
 }
 
 impl Pass {
-    fn new(b: &Bench<'_>, rows: usize, x: AttnInputs, d_out: Tensor) -> Result<Self> {
-        let h = Heads::of(b.o.backend);
+    /// A pass over `i`, whose results are poisoned.
+    fn new(b: &Bench<'_>, i: &Inputs) -> Result<Self> {
+        let (h, rows) = (Heads::of(b.o.backend), i.rows);
         let like = |heads| b.poisoned(b.o.dtype, Shape::d2(rows, heads * h.width));
         let grads = AttnGrads::new(like(h.q)?, like(h.kv)?, like(h.kv)?);
         let lse = b.poisoned(DType::F32, Shape::d2(h.q, rows))?;
+        let (x, d_out) = (i.x.clone(), i.d_out.clone());
         Ok(Self { x, out: like(h.q)?, lse, d_out, grads })
-    }
-
-    /// Random inputs.
-    fn noise(b: &Bench<'_>, rows: usize) -> Result<Self> {
-        let h = Heads::of(b.o.backend);
-        let (q, kv) = (h.q * h.width, h.kv * h.width);
-        let x = AttnInputs::new(b.noise(rows, q)?, b.noise(rows, kv)?, b.noise(rows, kv)?);
-        Self::new(b, rows, x, b.noise(rows, q)?)
-    }
-
-    /// Inputs whose results are known.
-    fn uniform(b: &Bench<'_>, u: &Uniform) -> Result<Self> {
-        let (h, rows) = (u.heads, u.mine.len());
-        let put = |of, heads| b.place(&u.input(of), Shape::d2(rows, heads * h.width));
-        let x = AttnInputs::new(put(Of::Q, h.q)?, put(Of::K, h.kv)?, put(Of::V, h.kv)?);
-        Self::new(b, rows, x, put(Of::DOut, h.q)?)
     }
 
     fn outputs(&self) -> AttnOut {
@@ -62,18 +98,16 @@ impl Pass {
     }
 
     fn results(&self) -> Result<Results> {
-        let (out, lse) = (self.out.to_f32()?, self.lse.to_f32()?);
-        let (dq, dk, dv) =
-            (self.grads.dq.to_f32()?, self.grads.dk.to_f32()?, self.grads.dv.to_f32()?);
+        let g = &self.grads;
+        let all = [&self.out, &self.lse, &g.dq, &g.dk, &g.dv];
+        let [out, lse, dq, dk, dv] = side_by_side(all.map(|t| || t.to_f32()))?;
         Ok(Results { out, lse, dq, dk, dv })
     }
 }
 
-/// A way to attend: its name, the global rows of this rank, the floating-point operations of its
-/// forward pass.
+/// A way to attend: its name, and the floating-point operations of its forward pass.
 struct Way<'a> {
     name: &'a str,
-    spans: Vec<Range<usize>>,
     flop: f64,
 }
 
@@ -85,24 +119,35 @@ impl Bench<'_> {
         AttentionDesc { sequences: Sequences::batched(num, m / num, m / num), ..d }
     }
 
-    /// Runs both passes on inputs whose results are known, and compares them.
-    fn compared(
-        &self,
-        way: &Way<'_>,
-        fwd: &impl Fn(&Pass) -> Result<()>,
-        bwd: &impl Fn(&Pass) -> Result<()>,
-    ) -> Result<[Judged; 2]> {
-        let (desc, mut all) = (self.attention_desc(), [Judged::default(); 2]);
-        for zero in [Zero::Queries, Zero::Keys] {
+    /// Makes the inputs of ways that attend to the rows `spans`.
+    fn shared(&self, spans: Vec<Range<usize>>) -> Result<Shared> {
+        let known = |zero| -> Result<_> {
             let u = Uniform {
                 heads: Heads::of(self.o.backend),
                 rows: self.sizes().0,
                 doc: self.sizes().0 / self.o.documents,
-                scale: desc.scale as f32,
+                scale: self.attention_desc().scale as f32,
                 zero,
-                mine: way.spans.iter().cloned().flatten().collect(),
+                mine: spans.iter().cloned().flatten().collect(),
             };
-            let p = Pass::uniform(self, &u)?;
+            let inputs = Inputs::uniform(self, &u)?;
+            Ok((u, inputs))
+        };
+        let known = [Zero::Queries, Zero::Keys].into_iter().map(known).collect::<Result<_>>()?;
+        let noise = Inputs::noise(self, spans.iter().map(Range::len).sum())?;
+        Ok(Shared { spans, known, noise })
+    }
+
+    /// Runs both passes on inputs whose results are known, and compares them.
+    fn compared(
+        &self,
+        known: &[(Uniform, Inputs)],
+        fwd: &impl Fn(&Pass) -> Result<()>,
+        bwd: &impl Fn(&Pass) -> Result<()>,
+    ) -> Result<[Judged; 2]> {
+        let mut all = [Judged::default(); 2];
+        for (u, inputs) in known {
+            let p = Pass::new(self, inputs)?;
             fwd(&p)?;
             bwd(&p)?;
             self.stream.synchronize()?;
@@ -120,11 +165,12 @@ impl Bench<'_> {
     fn passes(
         &self,
         way: &Way<'_>,
+        shared: &Shared,
         fwd: impl Fn(&Pass) -> Result<()>,
         bwd: impl Fn(&Pass) -> Result<()>,
     ) -> Result<Vec<Row>> {
-        let judged = self.compared(way, &fwd, &bwd)?;
-        let p = Pass::noise(self, way.spans.iter().map(Range::len).sum())?;
+        let judged = self.compared(&shared.known, &fwd, &bwd)?;
+        let p = Pass::new(self, &shared.noise)?;
         // The backward pass reads what the forward pass of the same inputs has left.
         let times = [("fwd", self.time(|| fwd(&p))?, 1.0), ("bwd", self.time(|| bwd(&p))?, 2.5)];
         let h = Heads::of(self.o.backend);
@@ -157,10 +203,18 @@ impl Bench<'_> {
         let bwd =
             |p: &Pass| plan.launch_bwd(s, &p.x, p.saved(), p.grads.clone())?.join(s).map(|_| ());
         let (all, flop) = (0..self.sizes().0, self.attention_flop());
-        self.passes(&Way { name: "attention", spans: vec![all], flop }, fwd, bwd)
+        let shared = self.shared(vec![all])?;
+        let way = Way { name: "attention", flop };
+        self.passes(&way, &shared, fwd, bwd)
     }
 
-    fn cp_way(&self, strategy: Strategy, backend: CollectiveBackend) -> Result<Vec<Row>> {
+    /// Inputs are made where `shared` has none for these rows.
+    fn cp_way(
+        &self,
+        strategy: Strategy,
+        backend: CollectiveBackend,
+        shared: &mut Option<Shared>,
+    ) -> Result<Vec<Row>> {
         let (desc, config) = (CpAttentionDesc::new(self.attention_desc()), CpConfig::of(strategy));
         let plan = CpAttentionPlan::with_backend(desc, &self.heap, Some(config), backend)?;
         plan.prepare(&self.stream)?;
@@ -171,7 +225,12 @@ impl Bench<'_> {
         let by = if backend == CollectiveBackend::Nccl { "nccl" } else { "put" };
         let name = format!("cp_attention/{strategy}/{by}");
         let flop = self.attention_flop() / self.team.size() as f64;
-        let done = self.passes(&Way { name: &name, spans: plan.rows_q(None), flop }, fwd, bwd)?;
+        let spans = plan.rows_q(None);
+        let shared = match shared {
+            Some(s) if s.spans == spans => s,
+            other => other.insert(self.shared(spans)?),
+        };
+        let done = self.passes(&Way { name: &name, flop }, shared, fwd, bwd)?;
         drop(plan);
         self.heap.collect()?;
         Ok(done)
@@ -182,7 +241,7 @@ impl Bench<'_> {
     pub(super) fn cp_rows(&self) -> Result<Vec<Row>> {
         let size = self.team.size();
         let local: Vec<_> = self.attention_rows()?.iter().map(|r| r.t_ours_us).collect();
-        let mut rows = Vec::new();
+        let (mut rows, mut shared) = (Vec::new(), None);
         let h = Heads::of(self.o.backend);
         let trades = h.q.is_multiple_of(size) && h.kv.is_multiple_of(size);
         for strategy in [Strategy::Get, Strategy::AllGather, Strategy::AllToAll] {
@@ -190,7 +249,7 @@ impl Bench<'_> {
                 continue;
             }
             for backend in [CollectiveBackend::Put, CollectiveBackend::Nccl] {
-                match self.cp_way(strategy, backend) {
+                match self.cp_way(strategy, backend, &mut shared) {
                     Err(e) if e.is_unavailable() || e.is_unsupported() => {}
                     r => rows.extend(r?),
                 }
