@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
 
-use super::case::{Case, Devices, Random, STEPS};
+use super::case::{Case, Devices, Random};
 use super::look;
 use crate::python::driver::Driver;
 use crate::stages::OFF;
@@ -249,13 +249,14 @@ impl Act<'_> {
 
     /// A bit of the newest checkpoint is turned over; the job then goes on.
     fn damaged(&mut self) -> Io<()> {
-        let half = (STEPS / 2).to_string();
+        let steps = self.case.steps;
+        let half = (steps / 2).to_string();
         let saves = ["--checkpoint", "c", "--every", &half];
         let mut job = self.job(&self.words(&[], &saves))?;
         if !job.wait()?.success() {
             return self.end(&mut job, Instant::now());
         }
-        let newest = self.dir.join(format!("c/step-{STEPS:010}"));
+        let newest = self.dir.join(format!("c/step-{steps:010}"));
         let files: Vec<_> = look::names(&newest).into_iter().collect();
         let name = &files[self.random.below(files.len() as u64) as usize];
         let path = newest.join(name);
@@ -264,9 +265,8 @@ impl Act<'_> {
         bytes[at] ^= 1 << self.random.below(8);
         std::fs::write(&path, bytes)?;
         self.seen["file"] = json!(name);
-        let more = (STEPS + 20).to_string();
-        let steps = [(STEPS.to_string(), more.clone())];
-        let other: Vec<_> = steps.iter().map(|(a, b)| (a.as_str(), b.as_str())).collect();
+        let more = [(steps.to_string(), (steps + steps / 2).to_string())];
+        let other: Vec<_> = more.iter().map(|(a, b)| (a.as_str(), b.as_str())).collect();
         let resume = [&saves[..], &["--resume", "c"]].concat();
         let mut job = self.job(&self.words(&other, &resume))?;
         self.end(&mut job, Instant::now())?;
@@ -275,7 +275,7 @@ impl Act<'_> {
 
     /// Ranks are killed one after the other; the job is then asked to end.
     fn restarted(&mut self) -> Io<()> {
-        let mut job = self.job(&self.words(&[(&STEPS.to_string(), "1000000")], &[]))?;
+        let mut job = self.job(&self.words(&[(&self.case.steps.to_string(), "1000000")], &[]))?;
         let (id, kills) = (job.id(), self.case.harm["kills"].as_u64().unwrap_or(0));
         let num = self.case.harm["ranks"].as_u64().unwrap_or(0);
         for _ in 0..kills {
@@ -298,7 +298,7 @@ impl Act<'_> {
         send(id, "USR1");
         self.end(&mut job, Instant::now())?;
         let steps = self.steps().max(1).to_string();
-        self.compare(&[(&STEPS.to_string(), &steps)])
+        self.compare(&[(&self.case.steps.to_string(), &steps)])
     }
 
     /// Compares the curve with that of the same job without harm: as threads, on a GPU as

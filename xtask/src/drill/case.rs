@@ -14,6 +14,8 @@ pub struct Case {
     pub words: Vec<String>,
     /// Milliseconds from the first step of the job to the harm.
     pub delay_ms: u64,
+    /// Steps of the job, if it is to end by itself.
+    pub steps: u64,
     pub devices: Devices,
     pub random: Random,
 }
@@ -64,8 +66,10 @@ impl Random {
 /// A model whose steps take milliseconds.
 const MODEL: &str = "--task copy --seq 16 --batch 24 --d-model 32 --head-dim 16 --d-ff 32";
 
-/// Steps of jobs that are to end by themselves.
-pub const STEPS: u64 = 40;
+/// Steps of jobs that are to end by themselves; of those on emulated devices, whose steps take a
+/// second.
+const STEPS: u64 = 40;
+const EMULATED_STEPS: u64 = 6;
 
 /// Kinds of harm, the frequent ones more than once.
 const KINDS: [&str; 15] = [
@@ -92,7 +96,8 @@ impl Case {
         let deadline = if slow { 5 } else { 1 };
         let rank = r.below(ranks);
         let endless = "--steps 1000000";
-        let bounded = format!("--steps {STEPS}");
+        let steps = if devices == Devices::Emulated { EMULATED_STEPS } else { STEPS };
+        let bounded = format!("--steps {steps}");
         let (harm, job) = match kind {
             "kill" => {
                 let (name, signal) = r.of(&[("KILL", 9), ("TERM", 15), ("SEGV", 11), ("ABRT", 6)]);
@@ -137,7 +142,7 @@ impl Case {
         // The start of a job, a good part of its life, is reached by cases that do not wait for the
         // first step.
         let delay_ms = r.below(400);
-        Self { seed, number, harm, words, delay_ms, devices, random: r }
+        Self { seed, number, harm, words, delay_ms, steps, devices, random: r }
     }
 
     /// One job of four ranks for so many seconds, of which a rank is killed every `period` seconds.
@@ -150,7 +155,7 @@ impl Case {
         );
         let words = words.split_whitespace().map(str::to_owned).collect();
         let (devices, random) = (Devices::None, Random(seed));
-        Self { seed, number: 0, harm, words, delay_ms: 0, devices, random }
+        Self { seed, number: 0, harm, words, delay_ms: 0, steps: STEPS, devices, random }
     }
 
     /// The flags that run this case again, beside the seed.
