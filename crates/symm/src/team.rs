@@ -275,6 +275,11 @@ impl LiveTeam {
         (mask != 0).then(|| Rank::new(mask.trailing_zeros()))
     }
 
+    /// Returns whether the monitor has seen `peer` die.
+    pub(crate) fn has_died(&self, peer: Rank) -> bool {
+        self.0.dead.load(Ordering::Acquire) >> peer.idx() & 1 == 1
+    }
+
     /// Returns the members that have said goodbye, a bit for each.
     pub(crate) fn left(&self) -> u64 {
         self.0.left.load(Ordering::Acquire)

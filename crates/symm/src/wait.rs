@@ -2,7 +2,7 @@
 
 use std::cell::RefCell;
 use std::sync::atomic::Ordering;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use tilewire_core::{Deadline, Error, ErrorKind, Rank, Result};
 
@@ -13,6 +13,9 @@ use crate::protocol::{
 use crate::recorder::{self, EntryState, Fingerprint};
 use crate::silence::Watch;
 use crate::team::LiveTeam;
+
+/// So long a rank that hears of another's end by a third one waits for what the connection says.
+const FAREWELL: Duration = Duration::from_millis(100);
 
 /// The longest sleep: what rings no bell, as a deadline, is looked at so often.
 const SLICE: Duration = Duration::from_millis(20);
@@ -109,7 +112,7 @@ impl LiveTeam {
         let (why, culprit) = match code.reason {
             TIMED_OUT => (format!("it timed out waiting for {}", self.named(about)), in_world()),
             DEAD => {
-                let how = self.how_gone(about).unwrap_or_else(|| "has died".to_owned());
+                let how = self.how_went(about).unwrap_or_else(|| "has died".to_owned());
                 let text = format!("{} {how}, says {}", self.named(about), self.named(src));
                 return Error::new(ErrorKind::PeerDead, text).rank(self.rank()).peer(about);
             }
@@ -136,6 +139,21 @@ impl LiveTeam {
             Some(why) => format!("has left the job ({why})"),
             None => "has left the job".to_owned(),
         })
+    }
+
+    /// As [`LiveTeam::how_gone`], of a peer that another rank calls gone. That rank's word comes
+    /// through memory, faster than the peer's own through its connection, which alone says why it
+    /// left: waits for it, at most [`FAREWELL`].
+    fn how_went(&self, peer: Rank) -> Option<String> {
+        let begun = Instant::now();
+        loop {
+            let how = self.how_gone(peer);
+            let known = how.is_some() || self.has_died(peer) || peer == self.rank();
+            if known || begun.elapsed() > FAREWELL {
+                return how;
+            }
+            std::thread::sleep(Duration::from_millis(1));
+        }
     }
 
     /// Returns the abort for an error that this rank met itself.
