@@ -130,7 +130,7 @@ impl Row {
         let beyond = Self::certain((gain - shorter).max(0.0), &spreads);
         // What is hidden of a part that is lost in the noise is noise.
         Self::certain(shorter, &spreads)?;
-        beyond.is_none().then(|| 100.0 * gain.min(shorter) / shorter)
+        beyond.is_none().then(|| 100.0 * (gain / shorter).min(1.0))
     }
 }
 
@@ -161,6 +161,8 @@ mod tests {
         // A collective of 10 us cannot hide 38.4; within the noise all of it is hidden.
         assert_eq!(row(200.0, 10.0, 171.6, 2.0).hidden(), None);
         assert_eq!(row(200.0, 40.0, 198.0, 2.0).hidden(), Some(100.0));
+        // 100 times this over this is more than 100.
+        assert_eq!(row(25.707, 58.097, 46.4, 12.0).hidden(), Some(100.0));
         // Slower than one after the other.
         assert_eq!(row(100.0, 40.0, 160.0, 2.0).hidden(), Some(-50.0));
         let equal = row(100.0, 40.0, 140.0, 0.0);
