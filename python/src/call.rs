@@ -66,17 +66,21 @@ pub fn let_go(now: Option<&Stream>) -> Result<()> {
 /// The framework's current stream of a device, and which one it is.
 fn current(py: Python<'_>, op: &'static str, ctx: &CudaContext) -> PyResult<(Stream, u64)> {
     let (ordinal, raw) = (ctx.ordinal(), dlpack::current_stream(py, ctx.ordinal())?);
+    let known = |k: &&Kept| k.raw == raw.addr() && k.ordinal == ordinal;
+    let now = kept().iter().find(known).map(|k| k.stream.clone());
+    // It lives as long as the process, so that its handle is no other stream's.
+    if let Some(stream) = now {
+        return Ok((Stream::Cuda(stream), raw.addr() as u64));
+    }
     // SAFETY: the framework's streams live as long as the process, and those of others, which it
     // was given, as long as this call.
     let borrowed = unsafe { CudaStream::borrow(ctx, raw) };
     let stream = borrowed.map_err(|e| e.op(op)).or_raise(py)?;
     let raw = raw.addr();
-    if !kept().iter().any(|k| k.raw == raw && k.ordinal == ordinal)
-        && quick::lives_on(py, ordinal, raw)?
-        && !stream.is_capturing()
-    {
+    if quick::lives_on(py, ordinal, raw)? && !stream.is_capturing() {
         let mut kept = kept();
         let oldest = (kept.len() >= MOST_KEPT).then(|| kept.remove(0));
+        // Two threads may come here with the same stream, which does no harm.
         kept.push(Kept { ordinal, raw, stream: stream.clone() });
         drop(kept);
         drop(oldest);

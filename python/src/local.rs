@@ -4,6 +4,7 @@ use std::any::Any;
 use std::collections::{HashMap, VecDeque};
 use std::sync::{Arc, Mutex, PoisonError};
 
+use foldhash::fast::RandomState;
 use tilewire::device::Device;
 use tilewire::ops::grouped_gemm::GroupedDesc;
 use tilewire::ops::permute::PermuteDesc;
@@ -27,7 +28,7 @@ type Plan = Arc<dyn Any + Send + Sync>;
 
 #[derive(Default)]
 struct Held {
-    plans: HashMap<(LocalKey, Place), Plan>,
+    plans: HashMap<(LocalKey, Place), Plan, RandomState>,
     order: VecDeque<(LocalKey, Place)>,
 }
 

@@ -6,11 +6,14 @@
 //! DLPack's views of the tensors.
 //!
 //! A function of this file makes its output and launches where nothing asks for more. Where a
-//! gradient is wanted, it returns `True`: the caller makes a node of autograd, whose forward
+//! gradient is wanted, it returns `True`: the caller makes a node of autograd at once, whose forward
 //! function is here, too. In all other cases it has done nothing and returns `None`: the caller
 //! goes the way in Python, which has the same results, and reports what is wrong with an argument.
+//!
+//! A node's arguments are its tensors alone: torch takes a quarter of a microsecond for each that is
+//! none. The rest waits in [`SEEN`] for the forward function.
 
-use std::cell::Cell;
+use std::cell::RefCell;
 
 use pyo3::ffi;
 use pyo3::intern;
@@ -23,6 +26,7 @@ use tilewire::prelude::*;
 
 use crate::call::Call;
 use crate::dlpack::{self, DlTensor};
+use crate::errors::OrRaise;
 use crate::ops::overlap::{AgParams, Backward, SumParams, run_ag, run_ar, run_rs};
 
 /// Types and functions of torch, by their names in the mapping that [`use_torch`] takes.
@@ -138,56 +142,97 @@ impl<'a, 'py> Args<'a, 'py> {
             return Ok(None);
         }
         let Some(operands) = torch.operands(self)? else { return Ok(None) };
-        SEEN.set(None);
         let mut grad = false;
         if torch.grad_enabled.bind(py).call0()?.is_truthy()? {
             for t in [Some(self.x), Some(self.w), self.bias].into_iter().flatten() {
                 grad = grad || t.getattr(intern!(py, "requires_grad"))?.is_truthy()?;
             }
         }
-        if grad {
-            let views = (operands.x.view, operands.w.view, operands.bias.as_ref().map(|b| b.view));
-            SEEN.set(Some(Seen { of: self.addresses(), views, kn: operands.kn }));
-        }
         Ok(Some((operands, grad)))
+    }
+
+    /// Leaves the rest of a call for the forward function of its node, and returns `True`: the node
+    /// is to be made.
+    fn node(self, t: &Operands<'_, '_>, how: How<'_>) -> Py<PyAny> {
+        let Operands { x, w, bias, kn } = t;
+        let seen = Seen {
+            of: self.addresses(),
+            views: (x.view, w.view, bias.as_ref().map(|b| b.view)),
+            kn: *kn,
+            world: how.world,
+            wire: how.wire.map(Into::into),
+            algo: how.algo.map(Into::into),
+        };
+        SEEN.with_borrow_mut(|all| {
+            // Calls whose nodes were never made.
+            if all.len() == MOST_SEEN {
+                all.remove(0);
+            }
+            all.push(seen);
+        });
+        PyBool::new(self.x.py(), true).to_owned().into_any().unbind()
     }
 
     fn addresses(&self) -> [usize; 3] {
         [Some(self.x), Some(self.w), self.bias].map(|t| t.map_or(0, |t| t.as_ptr().addr()))
     }
 
-    /// The operands in the forward function of a node, which is made where [`Args::look`] has found
-    /// that the kernels take them.
-    fn again(self) -> PyResult<Operands<'a, 'py>> {
-        let seen = SEEN.take().filter(|s| s.of == self.addresses());
-        let Some(Seen { views: (x, w, bias), kn, .. }) = seen else {
-            // Somebody has wrapped the node.
-            let view = |obj| dlpack::view(obj, "a tensor").map(|view| Plain { obj, view });
-            let (x, w) = (view(self.x)?, view(self.w)?);
-            let kn = !w.view.is_dense();
-            return Ok(Operands { x, w, bias: self.bias.map(view).transpose()?, kn });
+    /// Takes what [`Args::node`] has left, in the forward function of the node.
+    fn seen(self) -> PyResult<(Operands<'a, 'py>, Seen)> {
+        let of = self.addresses();
+        let seen = SEEN.with_borrow_mut(|all| {
+            let at = all.iter().rposition(|s| s.of == of)?;
+            all.truncate(at + 1);
+            all.pop()
+        });
+        let Some(seen) = seen else {
+            let e = Error::invalid("a node of autograd without a call of tilewire.torch")
+                .hint("call the function of tilewire.torch, which makes its node");
+            return Err(e).or_raise(self.x.py());
         };
-        let bias = self.bias.zip(bias).map(|(obj, view)| Plain { obj, view });
-        Ok(Operands {
+        let (x, w, bias) = seen.views;
+        let operands = Operands {
             x: Plain { obj: self.x, view: x },
             w: Plain { obj: self.w, view: w },
-            bias,
-            kn,
-        })
+            bias: self.bias.zip(bias).map(|(obj, view)| Plain { obj, view }),
+            kn: seen.kn,
+        };
+        Ok((operands, seen))
     }
 }
 
-/// The operands that [`Args::look`] has found for a node, which the caller makes at once: the
-/// objects' addresses, and the views of x, w and the bias.
+/// How a product is done, beside its operands: the number of the world, and `wire` and `algo` as
+/// Python passes them.
 #[derive(Clone, Copy)]
+struct How<'a> {
+    world: u64,
+    wire: Option<&'a str>,
+    algo: Option<&'a str>,
+}
+
+/// A call that waits for its node: the addresses of its tensors, their views, and a [`How`].
 struct Seen {
     of: [usize; 3],
     views: (DlTensor, DlTensor, Option<DlTensor>),
     kn: bool,
+    world: u64,
+    wire: Option<Box<str>>,
+    algo: Option<Box<str>>,
 }
 
+impl Seen {
+    fn how(&self) -> How<'_> {
+        How { world: self.world, wire: self.wire.as_deref(), algo: self.algo.as_deref() }
+    }
+}
+
+/// Calls that [`SEEN`] has at most: a call inside another comes from a finalizer that the interpreter
+/// runs between the two.
+const MOST_SEEN: usize = 16;
+
 thread_local! {
-    static SEEN: Cell<Option<Seen>> = const { Cell::new(None) };
+    /// Calls whose node comes next, the last one at the end.
+    static SEEN: RefCell<Vec<Seen>> = const { RefCell::new(Vec::new()) };
 }
 
 /// A tensor of torch and its view.
@@ -289,11 +334,6 @@ impl<'py> Operands<'_, 'py> {
     }
 }
 
-/// Returns `True` where a node of autograd is to be made.
-fn node(py: Python<'_>) -> Py<PyAny> {
-    PyBool::new(py, true).to_owned().into_any().unbind()
-}
-
 /// Returns whether a node's first and second input need gradients.
 fn needs(ctx: &Bound<'_, PyAny>) -> PyResult<(bool, bool)> {
     let all = ctx.getattr(intern!(ctx.py(), "needs_input_grad"))?;
@@ -306,26 +346,26 @@ fn needs(ctx: &Bound<'_, PyAny>) -> PyResult<(bool, bool)> {
 fn keep(
     ctx: &Bound<'_, PyAny>,
     (w, rows): (Option<&Bound<'_, PyAny>>, Option<&Bound<'_, PyAny>>),
-    (world, algo): (u64, Option<&str>),
+    how: How<'_>,
     bias: Option<&Bound<'_, PyAny>>,
 ) -> PyResult<()> {
     let py = ctx.py();
     // All that `ctx.save_for_backward` does, which is written in Python.
     ctx.setattr(intern!(py, "to_save"), (w, rows))?;
     let dtype = bias.map(|b| b.getattr(intern!(py, "dtype"))).transpose()?;
-    ctx.setattr(intern!(py, "args"), (world, algo, dtype))
+    ctx.setattr(intern!(py, "args"), (how.world, how.algo, dtype))
 }
 
 /// Launches `ag_gemm` and returns its output, and the gathered rows if `gather`. With `grad`, the
 /// plans of the backward pass are made, too.
 fn ag_gemm<'py>(
     py: Python<'py>,
-    world: u64,
     t: &Operands<'_, 'py>,
-    (act, algo): (Option<&str>, Option<&str>),
+    how: How<'_>,
+    act: Option<&str>,
     (grad, gather): (bool, bool),
 ) -> PyResult<(Bound<'py, PyAny>, Option<Bound<'py, PyAny>>)> {
-    let call = Call::new(py, "ag_gemm", world)?;
+    let call = Call::new(py, "ag_gemm", how.world)?;
     let rows = t.x.view.dims()[0] * call.size() as i64;
     let cols = if act == Some("swiglu") { t.n() / 2 } else { t.n() };
     let (x, w, bias) = (t.x(&call)?, t.w(&call)?, t.bias(&call)?);
@@ -335,7 +375,8 @@ fn ag_gemm<'py>(
         let (obj, tensor) = t.output((rows, t.x.flat()[1]), "gathered", &call)?;
         (rows_made, gathered) = (Some(obj), Some(tensor));
     }
-    let params = AgParams { act, rows: None, kn: t.kn, algo, bias: bias.is_some(), aux: false };
+    let params =
+        AgParams { act, rows: None, kn: t.kn, algo: how.algo, bias: bias.is_some(), aux: false };
     let inputs = AgGemmInputs { bias, gathered, ..AgGemmInputs::new(x, w, out) };
     run_ag(py, &call, inputs, params, Backward { needed: grad, returns_gathered: false })?;
     Ok((made, rows_made))
@@ -352,45 +393,45 @@ pub fn quick_ag_gemm<'py>(
     act: Option<&str>,
     algo: Option<&str>,
 ) -> PyResult<Option<Py<PyAny>>> {
-    let Some((operands, grad)) = (Args { x, w, bias }).look()? else { return Ok(None) };
+    let args = Args { x, w, bias };
+    let Some((t, grad)) = args.look()? else { return Ok(None) };
+    let how = How { world, wire: None, algo };
     if grad {
-        return Ok(act.is_none().then(|| node(py)));
+        return Ok(act.is_none().then(|| args.node(&t, how)));
     }
-    let (out, _) = ag_gemm(py, world, &operands, (act, algo), (false, false))?;
+    let (out, _) = ag_gemm(py, &t, how, act, (false, false))?;
     Ok(Some(out.unbind()))
 }
 
 /// The forward function of `ag_gemm`'s node: its output. Keeps w and the gathered x.
 #[pyfunction]
+#[pyo3(signature = (ctx, x, w, bias=None))]
 pub fn quick_ag_gemm_node<'py>(
     py: Python<'py>,
     ctx: &Bound<'py, PyAny>,
     x: &Bound<'py, PyAny>,
     w: &Bound<'py, PyAny>,
     bias: Option<&Bound<'py, PyAny>>,
-    world: u64,
-    algo: Option<&str>,
 ) -> PyResult<Py<PyAny>> {
-    let operands = (Args { x, w, bias }).again()?;
+    let (t, seen) = (Args { x, w, bias }).seen()?;
     let (needs_x, needs_w) = needs(ctx)?;
     // One rank has gathered its own rows.
-    let alone = crate::world::size_of(world) == 1;
-    let (out, gathered) =
-        ag_gemm(py, world, &operands, (None, algo), (needs_x, needs_w && !alone))?;
+    let alone = crate::world::size_of(seen.world) == 1;
+    let (out, gathered) = ag_gemm(py, &t, seen.how(), None, (needs_x, needs_w && !alone))?;
     let rows = needs_w.then(|| gathered.as_ref().unwrap_or(x));
-    keep(ctx, (Some(w), rows), (world, algo), bias)?;
+    keep(ctx, (Some(w), rows), seen.how(), bias)?;
     Ok(out.unbind())
 }
 
 /// Launches `gemm_rs` and returns its output.
 fn gemm_rs<'py>(
     py: Python<'py>,
-    world: u64,
     t: &Operands<'_, 'py>,
-    (wire, algo): (Option<&str>, Option<&str>),
+    how: How<'_>,
     grad: bool,
 ) -> PyResult<Bound<'py, PyAny>> {
-    let call = Call::new(py, "gemm_rs", world)?;
+    let How { wire, algo, .. } = how;
+    let call = Call::new(py, "gemm_rs", how.world)?;
     let rows = t.x.view.dims()[0] / call.size() as i64;
     let (x, w, bias) = (t.x(&call)?, t.w(&call)?, t.bias(&call)?);
     let (made, out) = t.output((rows, t.n()), "out", &call)?;
@@ -411,42 +452,41 @@ pub fn quick_gemm_rs<'py>(
     wire: Option<&str>,
     algo: Option<&str>,
 ) -> PyResult<Option<Py<PyAny>>> {
-    let Some((t, grad)) = (Args { x, w, bias }).look()? else { return Ok(None) };
+    let (args, how) = (Args { x, w, bias }, How { world, wire, algo });
+    let Some((t, grad)) = args.look()? else { return Ok(None) };
     if t.x.view.dims()[0] % crate::world::size_of(world) as i64 != 0 {
         return Ok(None);
     }
     if grad {
-        return Ok(Some(node(py)));
+        return Ok(Some(args.node(&t, how)));
     }
-    gemm_rs(py, world, &t, (wire, algo), false).map(|out| Some(out.unbind()))
+    gemm_rs(py, &t, how, false).map(|out| Some(out.unbind()))
 }
 
 /// The forward function of `gemm_rs`' node: its output. Keeps w and x.
 #[pyfunction]
-#[expect(clippy::too_many_arguments, reason = "torch passes the node's arguments by position")]
+#[pyo3(signature = (ctx, x, w, bias=None))]
 pub fn quick_gemm_rs_node<'py>(
     py: Python<'py>,
     ctx: &Bound<'py, PyAny>,
     x: &Bound<'py, PyAny>,
     w: &Bound<'py, PyAny>,
     bias: Option<&Bound<'py, PyAny>>,
-    world: u64,
-    wire: Option<&str>,
-    algo: Option<&str>,
 ) -> PyResult<Py<PyAny>> {
-    let out = gemm_rs(py, world, &(Args { x, w, bias }).again()?, (wire, algo), true)?;
-    keep(ctx, (Some(w), needs(ctx)?.1.then_some(x)), (world, algo), bias)?;
+    let (t, seen) = (Args { x, w, bias }).seen()?;
+    let out = gemm_rs(py, &t, seen.how(), true)?;
+    keep(ctx, (Some(w), needs(ctx)?.1.then_some(x)), seen.how(), bias)?;
     Ok(out.unbind())
 }
 
 /// Launches `gemm_ar` and returns its output.
 fn gemm_ar<'py>(
     py: Python<'py>,
-    world: u64,
     t: &Operands<'_, 'py>,
-    (wire, algo): (Option<&str>, Option<&str>),
+    how: How<'_>,
 ) -> PyResult<Bound<'py, PyAny>> {
-    let call = Call::new(py, "gemm_ar", world)?;
+    let How { wire, algo, .. } = how;
+    let call = Call::new(py, "gemm_ar", how.world)?;
     let (x, w, bias) = (t.x(&call)?, t.w(&call)?, t.bias(&call)?);
     let (made, out) = t.output((t.x.view.dims()[0], t.n()), "out", &call)?;
     let params = SumParams { rows: None, kn: t.kn, wire, algo, bias: bias.is_some() };
@@ -465,28 +505,27 @@ pub fn quick_gemm_ar<'py>(
     wire: Option<&str>,
     algo: Option<&str>,
 ) -> PyResult<Option<Py<PyAny>>> {
-    let Some((t, grad)) = (Args { x, w, bias }).look()? else { return Ok(None) };
+    let (args, how) = (Args { x, w, bias }, How { world, wire, algo });
+    let Some((t, grad)) = args.look()? else { return Ok(None) };
     if grad {
-        return Ok(Some(node(py)));
+        return Ok(Some(args.node(&t, how)));
     }
-    gemm_ar(py, world, &t, (wire, algo)).map(|out| Some(out.unbind()))
+    gemm_ar(py, &t, how).map(|out| Some(out.unbind()))
 }
 
 /// The forward function of `gemm_ar`'s node: its output. Keeps w and x.
 #[pyfunction]
-#[expect(clippy::too_many_arguments, reason = "torch passes the node's arguments by position")]
+#[pyo3(signature = (ctx, x, w, bias=None))]
 pub fn quick_gemm_ar_node<'py>(
     py: Python<'py>,
     ctx: &Bound<'py, PyAny>,
     x: &Bound<'py, PyAny>,
     w: &Bound<'py, PyAny>,
     bias: Option<&Bound<'py, PyAny>>,
-    world: u64,
-    wire: Option<&str>,
-    algo: Option<&str>,
 ) -> PyResult<Py<PyAny>> {
-    let out = gemm_ar(py, world, &(Args { x, w, bias }).again()?, (wire, algo))?;
+    let (t, seen) = (Args { x, w, bias }).seen()?;
+    let out = gemm_ar(py, &t, seen.how())?;
     let (needs_x, needs_w) = needs(ctx)?;
-    keep(ctx, (needs_x.then_some(w), needs_w.then_some(x)), (world, algo), bias)?;
+    keep(ctx, (needs_x.then_some(w), needs_w.then_some(x)), seen.how(), bias)?;
     Ok(out.unbind())
 }

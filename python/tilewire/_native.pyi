@@ -174,9 +174,7 @@ def quick_ag_gemm_node(
     ctx: Any,
     x: _Tensor,
     w: _Tensor,
-    bias: _Tensor | None,
-    world: int,
-    algo: str | None,
+    bias: _Tensor | None = None,
 ) -> _Tensor: ...
 def quick_gemm_rs(
     world: int,
@@ -190,10 +188,7 @@ def quick_gemm_rs_node(
     ctx: Any,
     x: _Tensor,
     w: _Tensor,
-    bias: _Tensor | None,
-    world: int,
-    wire: str | None,
-    algo: str | None,
+    bias: _Tensor | None = None,
 ) -> _Tensor: ...
 def quick_gemm_ar(
     world: int,
@@ -207,10 +202,7 @@ def quick_gemm_ar_node(
     ctx: Any,
     x: _Tensor,
     w: _Tensor,
-    bias: _Tensor | None,
-    world: int,
-    wire: str | None,
-    algo: str | None,
+    bias: _Tensor | None = None,
 ) -> _Tensor: ...
 def all_gather(
     world: int, x: _Tensor, out: _Tensor, rows: Sequence[int] | None, grad: bool

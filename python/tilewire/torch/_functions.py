@@ -50,6 +50,11 @@ class Differentiable(torch.autograd.Function):
         # `apply` without its Python part, which binds defaults and looks for transforms of
         # torch.func: ours have none and meet none (`_needs_grad`). A third of the cost.
         cls._apply = super(torch.autograd.Function, cls).apply
+        # torch looks these up in each call, by new strings, which Python's cache of attributes does
+        # not serve: here it finds them in the class itself.
+        for name in ("setup_context", "clear_saved_tensors_on_access"):
+            if hasattr(cls, name):
+                setattr(cls, name, getattr(cls, name))
 
     @classmethod
     def run(cls, *args):
@@ -187,6 +192,11 @@ def _grad_bias(dz, bias_dtype):
     return None if bias_dtype is None else dz.sum(0, dtype=torch.float32).to(bias_dtype)
 
 
+def _quick_bias(needs, dz, bias_dtype):
+    """The gradient of a bias as a tuple: empty where the node has none."""
+    return tuple(_grad_bias(dz, bias_dtype) if needed else None for needed in needs)
+
+
 class _AgGemm(Differentiable):
     @staticmethod
     def forward(ctx, x, w, bias, world, act, rows, algo, returned):
@@ -228,7 +238,11 @@ class _AgGemm(Differentiable):
 
 
 class _QuickAgGemm(Differentiable):
-    """Without activation, uneven rows and returned rows. Tensors keep their inner dimensions."""
+    """Without activation, uneven rows and returned rows. Tensors keep their inner dimensions.
+
+    As of all ``_Quick`` nodes, its arguments are the tensors alone: ``_native.quick_ag_gemm`` keeps
+    the others for its forward function.
+    """
 
     forward = _native.quick_ag_gemm_node
 
@@ -237,18 +251,16 @@ class _QuickAgGemm(Differentiable):
         _once()
         w, gathered = ctx.saved_tensors
         world, algo, bias_dtype = ctx.args
-        needs_x, needs_w, needs_bias = ctx.needs_input_grad[:3]
+        needs_x, needs_w, *rest = ctx.needs_input_grad
         dz = _flat(dy.contiguous())
-        dx = dw = dbias = None
+        dx = dw = None
         if needs_x:
             w, kn = _ops.weight_order(w)
             dx = _ops.gemm_rs(dz, w, None, world, None, not kn, None, algo, False)
             dx = _folded(dx, dy)
         if needs_w:
             dw = dz.t() @ _flat(gathered)
-        if needs_bias:
-            dbias = _grad_bias(dz, bias_dtype)
-        return dx, dw, dbias, None, None
+        return dx, dw, *_quick_bias(rest, dz, bias_dtype)
 
 
 def ag_gemm(
@@ -291,7 +303,8 @@ def ag_gemm(
     if rows is None and not return_gathered and not _compiling():
         y = _native.quick_ag_gemm(world, x, w, bias, activation, algo)
         if y is True:
-            return _QuickAgGemm._apply(x, w, bias, world, algo)
+            node = _QuickAgGemm._apply
+            return node(x, w) if bias is None else node(x, w, bias)
         if y is not None:
             return y
     if isinstance(x, QTensor) or isinstance(w, QTensor):
@@ -353,14 +366,13 @@ class _QuickGemmRs(Differentiable):
         _once()
         w, x = ctx.saved_tensors
         world, algo, bias_dtype = ctx.args
-        _, needs_w, needs_bias = ctx.needs_input_grad[:3]
+        _, needs_w, *rest = ctx.needs_input_grad
         w, kn = _ops.weight_order(w)
         dx, dy_all = _ops.ag_gemm_gather(
             _flat(dy.contiguous()), w, None, world, None, None, not kn, algo, False, False
         )
         dw = dy_all.t() @ _flat(x) if needs_w else None
-        dbias = _grad_bias(dy_all, bias_dtype) if needs_bias else None
-        return _folded(dx, dy), dw, dbias, None, None, None
+        return _folded(dx, dy), dw, *_quick_bias(rest, dy_all, bias_dtype)
 
 
 def gemm_rs(x, w, group=None, *, bias=None, rows=None, wire=None, algo=None):
@@ -388,7 +400,8 @@ def gemm_rs(x, w, group=None, *, bias=None, rows=None, wire=None, algo=None):
     if rows is None and not _compiling():
         y = _native.quick_gemm_rs(world, x, w, bias, wire, algo)
         if y is True:
-            return _QuickGemmRs._apply(x, w, bias, world, wire, algo)
+            node = _QuickGemmRs._apply
+            return node(x, w) if bias is None else node(x, w, bias)
         if y is not None:
             return y
     if isinstance(x, QTensor) or isinstance(w, QTensor):
@@ -439,11 +452,11 @@ class _QuickGemmAr(Differentiable):
     def backward(ctx, dy):
         _once()
         w, x = ctx.saved_tensors
-        bias_dtype = ctx.args[2] if ctx.needs_input_grad[2] else None
+        rest = ctx.needs_input_grad[2:]
         dz = _flat(dy)
         dx = None if w is None else dy @ w
         dw = None if x is None else dz.t() @ _flat(x)
-        return dx, dw, _grad_bias(dz, bias_dtype), None, None, None
+        return dx, dw, *_quick_bias(rest, dz, ctx.args[2])
 
 
 def gemm_ar(x, w, group=None, *, bias=None, wire=None, algo=None):
@@ -465,7 +478,8 @@ def gemm_ar(x, w, group=None, *, bias=None, wire=None, algo=None):
     if not _compiling():
         y = _native.quick_gemm_ar(world, x, w, bias, wire, algo)
         if y is True:
-            return _QuickGemmAr._apply(x, w, bias, world, wire, algo)
+            node = _QuickGemmAr._apply
+            return node(x, w) if bias is None else node(x, w, bias)
         if y is not None:
             return y
     if isinstance(x, QTensor) or isinstance(w, QTensor):
