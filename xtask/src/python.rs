@@ -1,7 +1,9 @@
 //! Stage `python`: the wheel, and its tests on one to four ranks.
 
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -13,40 +15,74 @@ use crate::stages::{OFF, exec, one, size_of, wheel};
 #[path = "../../crates/ops/tests/gpu/driver.rs"]
 pub mod driver;
 
+/// A folder of wheels: its name in `target`, the wheels, and a module that is there then.
+struct Site {
+    name: &'static str,
+    wheels: &'static [&'static str],
+    module: &'static str,
+}
+
 /// Pinned like everything that tests need; torch is the oldest that is served.
-pub const TORCH: [&str; 1] = ["torch==2.11.0"];
-const TOOLS: [&str; 2] = ["pytest==9.2.0", "numpy==2.4.6"];
-const TYPES: [&str; 1] = ["mypy==2.4.1"];
+const TORCH: Site = Site { name: "python-torch", wheels: &["torch==2.11.0"], module: "torch" };
+const TOOLS: Site =
+    Site { name: "python-test", wheels: &["pytest==9.2.0", "numpy==2.4.6"], module: "pytest" };
+const TYPES: Site = Site { name: "python-types", wheels: &["mypy==2.4.1"], module: "mypy" };
 /// The oldest that is served; the newest needs another Python, and is tried by hand.
-const JAX: [&str; 2] = ["jax==0.10.2", "numpy==2.4.6"];
+const JAX: Site =
+    Site { name: "python-jax", wheels: &["jax==0.10.2", "numpy==2.4.6"], module: "jax" };
 const MATURIN: &str = "maturin==1.16.0";
 
 /// Returns the folder of torch with its dependencies, fetched if it is not there; none where it
 /// cannot be.
 pub fn torch_site(root: &Path, o: &mut Outcome) -> Option<PathBuf> {
-    site(root, o, "python-torch", "torch", &TORCH)
+    site(root, o, &TORCH)
 }
 
-/// The folder `target/NAME` with `wheels` in it, of which `module` is one.
-fn site(
-    root: &Path,
-    o: &mut Outcome,
-    name: &str,
-    module: &str,
-    wheels: &[&str],
-) -> Option<PathBuf> {
+/// Bytes that this run has fetched into each folder of wheels, not yet reported by a stage. Who
+/// installs holds it.
+static FETCHED: Mutex<BTreeMap<&str, u64>> = Mutex::new(BTreeMap::new());
+
+/// Fetches all wheels that stages will ask for. A fetch that fails is tried again by its stage, which
+/// reports it.
+pub fn fetch_ahead(root: &Path) {
+    for site in [&TORCH, &TOOLS, &TYPES, &JAX] {
+        site_of(root, site);
+    }
+}
+
+/// The folder of `what`, fetched if it is not there; none where it cannot be.
+fn site(root: &Path, o: &mut Outcome, what: &Site) -> Option<PathBuf> {
+    let site = site_of(root, what);
+    match &site {
+        Some(_) => o.downloaded += fetched().remove(what.name).unwrap_or(0),
+        None => o.skipped.add(NOT_INSTALLED, 1),
+    }
+    site
+}
+
+fn fetched() -> MutexGuard<'static, BTreeMap<&'static str, u64>> {
+    FETCHED.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+fn site_of(root: &Path, what: &Site) -> Option<PathBuf> {
+    let &Site { name, wheels, module } = what;
+    let mut fetched = fetched();
     let site = root.join("target").join(name);
     if !site.join(module).exists() {
-        let dir = site.display().to_string();
+        // Half a folder, of a run that was ended, is none.
+        let half = root.join("target").join(format!("{name}.half"));
+        std::fs::remove_dir_all(&half).ok();
+        let dir = half.display().to_string();
         // With their dependencies: torch does not import without its CUDA libraries.
         let mut args = vec!["-m", "pip", "install", "--quiet", "--no-compile", "--target", &dir];
         args.extend(wheels);
-        if !exec(root, "python3", &args, Duration::from_secs(1500)) {
+        let done = exec(root, "python3", &args, Duration::from_secs(1500));
+        std::fs::remove_dir_all(&site).ok();
+        if !done || std::fs::rename(&half, &site).is_err() {
             println!("{} cannot be installed here: skipped", wheels.join(", "));
-            o.skipped.add(NOT_INSTALLED, 1);
             return None;
         }
-        o.downloaded += size_of(&site);
+        fetched.insert(name, size_of(&site));
     }
     Some(site)
 }
@@ -258,10 +294,10 @@ fn worlds(root: &Path, path: &str) -> Outcome {
 pub fn run(root: &Path) -> Outcome {
     let mut o = Outcome::default();
     let Some(torch) = torch_site(root, &mut o) else { return o };
-    let Some(tools) = site(root, &mut o, "python-test", "pytest", &TOOLS) else { return o };
+    let Some(tools) = site(root, &mut o, &TOOLS) else { return o };
     let Some(ours) = build(root, &mut o) else { return o };
-    let types = site(root, &mut o, "python-types", "mypy", &TYPES);
-    let with_jax = site(root, &mut o, "python-jax", "jax", &JAX);
+    let types = site(root, &mut o, &TYPES);
+    let with_jax = site(root, &mut o, &JAX);
     let text = |paths: &[&PathBuf]| {
         paths.iter().map(|p| p.display().to_string()).collect::<Vec<_>>().join(":")
     };

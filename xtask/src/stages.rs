@@ -70,6 +70,11 @@ pub fn run(root: &Path, only: Option<&str>, list: bool, extent: Extent) -> ExitC
         }
     };
     let mut total = Outcome::default();
+    if only.is_none() && !list && extent != Extent::Fast {
+        // The network is slow and the first stages compile: the wheels come meanwhile.
+        let root = root.to_owned();
+        std::thread::spawn(move || crate::python::fetch_ahead(&root));
+    }
     for s in stages {
         if list {
             println!("{}", s.name);
