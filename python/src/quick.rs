@@ -6,12 +6,13 @@
 //! DLPack's views of the tensors.
 //!
 //! A function of this file makes its output and launches where nothing asks for more. Where a
-//! gradient is wanted, it returns `True`: the caller makes a node of autograd at once, whose forward
-//! function is here, too. In all other cases it has done nothing and returns `None`: the caller
-//! goes the way in Python, which has the same results, and reports what is wrong with an argument.
+//! gradient is wanted, it returns `True`: the caller makes a node of autograd at once, whose
+//! forward function is here, too. In all other cases it has done nothing and returns `None`: the
+//! caller goes the way in Python, which has the same results, and reports what is wrong with an
+//! argument.
 //!
-//! A node's arguments are its tensors alone: torch takes a quarter of a microsecond for each that is
-//! none. The rest waits in [`SEEN`] for the forward function.
+//! A node's arguments are its tensors alone: torch takes a quarter of a microsecond for each that
+//! is none. The rest waits in [`SEEN`] for the forward function.
 
 use std::cell::RefCell;
 
@@ -201,8 +202,8 @@ impl<'a, 'py> Args<'a, 'py> {
     }
 }
 
-/// How a product is done, beside its operands: the number of the world, and `wire` and `algo` as
-/// Python passes them.
+/// The way a product is done, beside its operands: the number of the world, and `wire` and `algo`
+/// as Python passes them.
 #[derive(Clone, Copy)]
 struct How<'a> {
     world: u64,
@@ -226,8 +227,8 @@ impl Seen {
     }
 }
 
-/// Calls that [`SEEN`] has at most: a call inside another comes from a finalizer that the interpreter
-/// runs between the two.
+/// The most calls that [`SEEN`] has: a call inside another comes from a finalizer that the
+/// interpreter runs between the two.
 const MOST_SEEN: usize = 16;
 
 thread_local! {

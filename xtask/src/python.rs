@@ -42,8 +42,8 @@ pub fn torch_site(root: &Path, o: &mut Outcome) -> Option<PathBuf> {
 /// installs holds it.
 static FETCHED: Mutex<BTreeMap<&str, u64>> = Mutex::new(BTreeMap::new());
 
-/// Fetches all wheels that stages will ask for. A fetch that fails is tried again by its stage, which
-/// reports it.
+/// Fetches all wheels that stages will ask for. A fetch that fails is tried again by its stage,
+/// which reports it.
 pub fn fetch_ahead(root: &Path) {
     for site in [&TORCH, &TOOLS, &TYPES, &JAX] {
         site_of(root, site);

@@ -14,7 +14,7 @@ use crate::recorder::{self, EntryState, Fingerprint};
 use crate::silence::Watch;
 use crate::team::LiveTeam;
 
-/// So long a rank that hears of another's end by a third one waits for what the connection says.
+/// So long a rank that learns of another's end from a third one waits for what the connection says.
 const FAREWELL: Duration = Duration::from_millis(100);
 
 /// The longest sleep: what rings no bell, as a deadline, is looked at so often.

@@ -50,8 +50,7 @@ class Differentiable(torch.autograd.Function):
         # `apply` without its Python part, which binds defaults and looks for transforms of
         # torch.func: ours have none and meet none (`_needs_grad`). A third of the cost.
         cls._apply = super(torch.autograd.Function, cls).apply
-        # torch looks these up in each call, by new strings, which Python's cache of attributes does
-        # not serve: here it finds them in the class itself.
+        # torch looks these up in each call, without a cache: here they are in the class itself.
         for name in ("setup_context", "clear_saved_tensors_on_access"):
             if hasattr(cls, name):
                 setattr(cls, name, getattr(cls, name))
@@ -239,10 +238,7 @@ class _AgGemm(Differentiable):
 
 class _QuickAgGemm(Differentiable):
     """Without activation, uneven rows and returned rows. Tensors keep their inner dimensions.
-
-    As of all ``_Quick`` nodes, its arguments are the tensors alone: ``_native.quick_ag_gemm`` keeps
-    the others for its forward function.
-    """
+    ``_native.quick_ag_gemm`` keeps the other arguments, as for all ``_Quick`` nodes."""
 
     forward = _native.quick_ag_gemm_node
 
