@@ -51,6 +51,7 @@ mod pieces;
 mod plan;
 mod puts;
 mod schedule;
+mod schedules;
 #[cfg(test)]
 mod tests;
 mod traffic;

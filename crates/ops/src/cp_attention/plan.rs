@@ -15,6 +15,7 @@ use super::host::HostRun;
 use super::launch::{NUM_SLOTS, Pass, Work};
 use super::pieces::{Pieces, Sizes};
 use super::schedule::{Schedule, num_rows};
+use super::schedules::Schedules;
 use super::tune::{Tuner, Used};
 use crate::attention::{AttnGrads, AttnInputs, AttnOut, AttnSaved, LocalRows, Sequences};
 use crate::common::CollectiveBackend;
@@ -41,6 +42,7 @@ pub struct CpAttentionPlan {
     /// On a heap in device memory, made by `prepare`.
     cuda: OnceLock<Used>,
     backend: CollectiveBackend,
+    schedules: Schedules,
 }
 
 impl CpAttentionPlan {
@@ -104,7 +106,8 @@ impl CpAttentionPlan {
         let choice = config.map_or("auto".to_owned(), |c| c.to_string());
         let core = PlanCore::new(OP, heap, format_args!("{choice} {desc} {backend}"))?
             .using(&buffers, [&signals]);
-        Ok(Self { desc, core, buffers, signals, used, cuda: OnceLock::new(), backend })
+        let (cuda, schedules) = (OnceLock::new(), Schedules::default());
+        Ok(Self { desc, core, buffers, signals, used, cuda, backend, schedules })
     }
 
     /// Returns the description.
@@ -268,7 +271,7 @@ impl CpAttentionPlan {
     fn check(&self, x: &AttnInputs) -> Result<(Sequences, LocalRows)> {
         let s = x.sequences.clone().unwrap_or_else(|| self.desc.attn.sequences.clone());
         self.desc.check_launch(&s, self.core.team().size())?;
-        let rows = self.local_rows(&s);
+        let rows = self.schedules.rows(&s).unwrap_or_else(|| self.local_rows(&s));
         x.check(&self.desc.attn, rows)?;
         Ok((s, rows))
     }
@@ -290,7 +293,7 @@ impl CpAttentionPlan {
         let seq = launch.ctx.seq();
         let run = Arc::new(HostRun {
             launch,
-            sched: Schedule::new(&self.desc, &seqs, config.strategy, me, size),
+            sched: self.schedules.get((&self.desc, config.strategy), (&seqs, rows), (me, size)),
             sizes: Sizes::new(&self.desc, config.strategy, size),
             desc: self.desc.clone(),
             tiles: config.tiles,
@@ -325,7 +328,7 @@ impl CpAttentionPlan {
         let (core, desc, signals) = (&self.core, &self.desc, &*self.signals);
         let (strategy, me, size) = (p.sizes.strategy, core.team().rank(), core.team().size());
         device::together(stream, x, work).map_err(|e| e.op(OP))?;
-        let sched = &Schedule::new(desc, seqs, strategy, me, size);
+        let sched = &*self.schedules.get((desc, strategy), (seqs, rows), (me, size));
         let at = core.begin_on(stream, format_args!("{} {seqs}", work.name()))?;
         let buffers = &self.buffers;
         let op = device::Op { core, lane, desc, signals, buffers, p, sched, seqs, rows };

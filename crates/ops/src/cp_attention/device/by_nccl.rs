@@ -66,7 +66,7 @@ impl DeviceRun<'_> {
     /// Returns whether every rank needs all rows of the others: equal on all ranks.
     fn all_need_all(&self) -> bool {
         let others = self.others.iter().flatten();
-        others.chain([self.op.sched]).all(Schedule::needs_all_others)
+        others.chain([&**self.op.sched]).all(Schedule::needs_all_others)
     }
 
     /// Gathers all keys of all ranks by one collective for each of k and v.

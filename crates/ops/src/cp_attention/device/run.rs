@@ -24,6 +24,7 @@ use crate::cp_attention::desc::CpAttentionDesc;
 use crate::cp_attention::launch::{CREDIT, MEET_BACK, MEET_KEYS, Work};
 use crate::cp_attention::pieces::{GATHER, Piece, Pieces, SCATTER, Sizes};
 use crate::cp_attention::schedule::Schedule;
+use crate::cp_attention::schedules::Made;
 use crate::cp_attention::transfers::{Transfers, flags};
 
 /// The parts of a plan that a launch borrows.
@@ -34,7 +35,7 @@ pub(in crate::cp_attention) struct Op<'a> {
     pub signals: &'a Signals,
     pub buffers: &'a [SymBuf; 4],
     pub p: &'a Prepared,
-    pub sched: &'a Schedule,
+    pub sched: &'a Made,
     pub seqs: &'a Sequences,
     pub rows: LocalRows,
 }
@@ -57,8 +58,12 @@ pub(in crate::cp_attention) fn launch(
             }
             Work::Backward(b) => inputs_bwd(x, &b.0, &b.1),
         };
-        let others = if op.p.nccl.is_some() { others(op) } else { Vec::new() };
-        let run = DeviceRun { op, l, x, s: &op.p.sizes, held, others };
+        let (me, s) = (op.core.team().rank(), &op.p.sizes);
+        let others: &[_] = match op.p.nccl {
+            Some(_) => op.sched.others(op.desc, me, s.size),
+            None => &[],
+        };
+        let run = DeviceRun { op, l, x, s, held, others };
         run.keep();
         let done = run.begin().and_then(|()| match work {
             Work::Forward(o) if run.s.begins_at_once() => run.forward_at_once(o),
@@ -95,13 +100,7 @@ pub(super) struct DeviceRun<'a> {
     pub s: &'a Sizes,
     held: Vec<Tensor>,
     /// Through NCCL, the schedules of the other ranks; none for mine.
-    pub others: Vec<Option<Schedule>>,
-}
-
-fn others(op: &Op<'_>) -> Vec<Option<Schedule>> {
-    let (me, s) = (op.core.team().rank(), &op.p.sizes);
-    let of = |r| Schedule::new(op.desc, op.seqs, s.strategy, r, s.size);
-    Rank::all(s.size).map(|r| (r != me).then(|| of(r))).collect()
+    pub others: &'a [Option<Schedule>],
 }
 
 impl DeviceRun<'_> {

@@ -20,7 +20,7 @@ use super::config::Strategy;
 use super::desc::CpAttentionDesc;
 use super::launch::{CREDIT, Entered, KEYS, MEET_BACK, MEET_KEYS, Work};
 use super::pieces::{AREA, GATHER, Pieces, SCATTER, Sizes};
-use super::schedule::Schedule;
+use super::schedules::Made;
 use super::transfers::{Transfers, flags};
 use crate::attention::host::{Core, Operands, State, store};
 use crate::attention::{
@@ -38,7 +38,7 @@ pub(super) struct HostRun {
     pub tiles: AttnConfig,
     pub seqs: Sequences,
     pub rows: LocalRows,
-    pub sched: Schedule,
+    pub sched: Arc<Made>,
     pub sizes: Sizes,
     pub buffers: [SymBuf; 4],
     pub signals: Arc<Signals>,
