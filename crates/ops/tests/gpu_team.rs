@@ -19,6 +19,8 @@ mod borrowed;
 mod calls;
 #[path = "gpu/checks.rs"]
 mod checks;
+#[path = "gpu/deadlines.rs"]
+mod deadlines;
 #[path = "gpu/documents.rs"]
 mod documents;
 #[path = "gpu/driver.rs"]

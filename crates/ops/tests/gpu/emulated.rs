@@ -14,7 +14,7 @@ use crate::driver::Driver;
 /// A test, with how many devices, and which operations where it asks. Of those that compute,
 /// products in a ring alone on four, where a rank passes on more than one message: attention does
 /// so in `crates/cli/tests/emulated.rs`.
-const RUNS: [(&str, usize, &str); 26] = [
+const RUNS: [(&str, usize, &str); 27] = [
     ("every_operation_computes", 3, "0-3"),
     ("every_operation_computes", 3, "6-24"),
     ("every_operation_computes", 4, "25-29"),
@@ -24,6 +24,7 @@ const RUNS: [(&str, usize, &str); 26] = [
     ("kernels::the_kernel_of_a_team_is_the_callers_choice", 2, ""),
     ("a_rank_that_launches_another_m_is_named_at_once", 2, ""),
     ("heaps::tensors_over_symmetric_memory_are_that_memory", 3, ""),
+    ("deadlines::the_rank_with_the_fewest_calls_is_to_blame", 3, ""),
     ("heaps::errors_about_a_peer_name_its_rank_in_the_world", 2, ""),
     ("a_bias_of_the_type_of_the_results_gives_the_bits_of_an_f32_bias", 2, ""),
     ("whole::one_product_of_all_rows_has_the_bits_of_the_definition", 2, ""),
