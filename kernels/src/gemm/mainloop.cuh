@@ -473,13 +473,19 @@ __device__ __forceinline__ void tw_epilogue(const TwGemm& g, const TwAcc& acc, u
     }
     float* out = (float*)smem;
     float* mine = out + (warp_m * 16 + lane / 4) * (TW_BN + TW_EPI_PAD) + warp_n * TW_WN + lane % 4 * 2;
-#pragma unroll
+    // The rest of the body once: unrolled, it is most of the kernel's code and of the time to
+    // compile it. Registers cannot be indexed, hence the chain of stores.
+#pragma unroll 1
     for (u32 i = 0; i < TW_FM; i++) {
 #pragma unroll
-        for (u32 j = 0; j < TW_FN; j++)
+        for (u32 f = 0; f < TW_FM; f++) {
+            if (f != i) continue;
 #pragma unroll
-            for (u32 e = 0; e < 4; e++)
-                mine[e / 2 * 8 * (TW_BN + TW_EPI_PAD) + 8 * j + e % 2] = acc[i][j][e];
+            for (u32 j = 0; j < TW_FN; j++)
+#pragma unroll
+                for (u32 e = 0; e < 4; e++)
+                    mine[e / 2 * 8 * (TW_BN + TW_EPI_PAD) + 8 * j + e % 2] = acc[f][j][e];
+        }
         __syncthreads();
         tw_finish<TW_BN, TW_THREADS>(g, out, TW_GEMM_WARPS_M * 16, row0 + 16 * i, TW_WM, end, col0);
         __syncthreads();
