@@ -142,6 +142,11 @@ template <int MANTISSA> struct __align__(4 * sizeof(typename TwElem<MANTISSA>::B
             w[1] = cvt_rn_bf16x2_f32(v[3], v[2]);
             return;
         }
+        if (MANTISSA == 10) {
+            w[0] = cvt_rn_f16x2_f32(v[1], v[0]);
+            w[1] = cvt_rn_f16x2_f32(v[3], v[2]);
+            return;
+        }
         clear();
 #pragma unroll
         for (int j = 0; j < 4; j++) set(j, Elem::round(v[j]));

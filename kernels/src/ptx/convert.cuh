@@ -10,6 +10,7 @@ typedef unsigned long long u64;
 typedef long long i64;
 
 __device__ __forceinline__ u32 tw_f32_to_bf16(float v);
+__device__ __forceinline__ u32 tw_f32_to_f16(float v);
 __device__ __forceinline__ u32 tw_f32_to_e4m3(float v);
 __device__ __forceinline__ u32 tw_f32_to_e5m2(float v);
 __device__ __forceinline__ u32 tw_fp8_code(u32 code, float v);
@@ -30,6 +31,13 @@ __device__ __forceinline__ u32 cvt_rn_satfinite_e4m3x2_f32(float hi, float lo) {
 __device__ __forceinline__ u32 cvt_rn_bf16x2_f32(float hi, float lo) {
     u32 codes;
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(codes) : "f"(hi), "f"(lo));
+    return codes;
+}
+
+// The same for f16.
+__device__ __forceinline__ u32 cvt_rn_f16x2_f32(float hi, float lo) {
+    u32 codes;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(codes) : "f"(hi), "f"(lo));
     return codes;
 }
 

@@ -7,6 +7,7 @@ typedef unsigned long long u64;
 typedef long long i64;
 
 __device__ __forceinline__ u32 tw_f32_to_bf16(float v);
+__device__ __forceinline__ u32 tw_f32_to_f16(float v);
 __device__ __forceinline__ u32 tw_f32_to_e4m3(float v);
 __device__ __forceinline__ u32 tw_f32_to_e5m2(float v);
 __device__ __forceinline__ u32 tw_fp8_code(u32 code, float v);
@@ -20,6 +21,11 @@ __device__ __forceinline__ u32 cvt_rn_satfinite_e4m3x2_f32(float hi, float lo) {
 // nearest even.
 __device__ __forceinline__ u32 cvt_rn_bf16x2_f32(float hi, float lo) {
     return tw_f32_to_bf16(hi) << 16 | tw_f32_to_bf16(lo);
+}
+
+// The same for f16.
+__device__ __forceinline__ u32 cvt_rn_f16x2_f32(float hi, float lo) {
+    return tw_f32_to_f16(hi) << 16 | tw_f32_to_f16(lo);
 }
 
 __device__ __forceinline__ u32 cvt_rn_satfinite_e5m2x2_f32(float hi, float lo) {
