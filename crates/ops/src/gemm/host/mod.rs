@@ -31,30 +31,22 @@ pub(crate) fn matmul(
     }
     let fits = |x: Mat<'_>, r: usize, s: usize| x.data.len() > (r - 1) * x.row + (s - 1) * x.col;
     assert!(fits(a, m, k) && fits(b, k, n), "an operand of a {m}x{n}x{k} product is too short");
+    // The kernels store columns of C fastest, so that they get the transposed product: that of the
+    // transposed operands in the other order.
+    let (n_signed, flip) = (n as isize, n > 1);
+    let ((m, n), (col, row)) = if flip { ((n, m), (n_signed, 1)) } else { ((m, n), (1, n_signed)) };
+    let flipped = |x: Mat<'_>| (x.data.as_ptr(), x.row as isize, x.col as isize);
+    let as_is = |x: Mat<'_>| (x.data.as_ptr(), x.col as isize, x.row as isize);
+    let (l, r) = if flip { (flipped(b), flipped(a)) } else { (as_is(a), as_is(b)) };
+    let (out, kernel) = (c.as_mut_ptr(), gemm_f32::gemm::f32::get_gemm_fn());
+    let one_thread = gemm_common::Parallelism::None;
     // SAFETY: the strides and extents were just checked against the slices, which are valid for
     // reads; `c` is an exclusive row-major slice of m*n elements. One thread, so that the order
     // of the sums depends on the shape alone.
     unsafe {
-        gemm::gemm(
-            m,
-            n,
-            k,
-            c.as_mut_ptr(),
-            1,
-            n as isize,
-            add,
-            a.data.as_ptr(),
-            a.col as isize,
-            a.row as isize,
-            b.data.as_ptr(),
-            b.col as isize,
-            b.row as isize,
-            1.0,
-            1.0,
-            false,
-            false,
-            false,
-            gemm::Parallelism::None,
+        kernel(
+            m, n, k, out, col, row, add, l.0, l.1, l.2, r.0, r.1, r.2, 1.0, 1.0, false, false,
+            false, one_thread,
         );
     }
 }
