@@ -29,8 +29,9 @@ pub enum Verdict {
 /// Compares `tests/api` with the sources, or writes it.
 pub fn check(root: &Path, bless: bool) -> Verdict {
     let mut problems = Vec::new();
+    let documented = document(root);
     for name in CRATES {
-        match signatures(root, name) {
+        match documented.clone().and_then(|()| signatures(root, name)) {
             Ok(text) => compare(root, name, &text, bless, &mut problems),
             Err(why) if why.contains("format version") => return Verdict::Skipped(why),
             Err(why) => problems.push(format!("{name}: {why}")),
@@ -65,8 +66,9 @@ fn compare(root: &Path, name: &str, text: &str, bless: bool, problems: &mut Vec<
     problems.extend(only(text, &old, "+"));
 }
 
-/// The public items of a crate, one line each.
-fn signatures(root: &Path, name: &str) -> Result<String, String> {
+/// Writes the documentation of the crates as JSON, all in one run of cargo, so that no processor
+/// waits for one crate.
+fn document(root: &Path) -> Result<(), String> {
     // The JSON output is unlocked for rustdoc alone: the compiler with that variable would build
     // everything anew.
     let target = root.join("target");
@@ -75,17 +77,23 @@ fn signatures(root: &Path, name: &str) -> Result<String, String> {
         .and_then(|()| fs::set_permissions(&rustdoc, fs::Permissions::from_mode(0o755)))
         .map_err(|e| format!("{}: {e}", rustdoc.display()))?;
     let out = Command::new(std::env::var("CARGO").unwrap_or_else(|_| "cargo".to_owned()))
-        .args(["rustdoc", "--quiet", "--lib", "--package", name, "--target-dir"])
+        .args(["doc", "--quiet", "--no-deps", "--lib", "--target-dir"])
         .arg(&target)
-        .args(["--", "-Z", "unstable-options", "--output-format", "json"])
+        .args(CRATES.iter().flat_map(|name| ["--package", name]))
         .env("RUSTDOC", &rustdoc)
+        .env("RUSTDOCFLAGS", "-Z unstable-options --output-format json")
         .current_dir(root)
         .output()
-        .map_err(|e| format!("cargo rustdoc: {e}"))?;
+        .map_err(|e| format!("cargo doc: {e}"))?;
     if !out.status.success() {
         return Err(String::from_utf8_lossy(&out.stderr).into_owned());
     }
-    let json = target.join("doc").join(format!("{}.json", name.replace('-', "_")));
+    Ok(())
+}
+
+/// The public items of a crate, one line each.
+fn signatures(root: &Path, name: &str) -> Result<String, String> {
+    let json = root.join("target/doc").join(format!("{}.json", name.replace('-', "_")));
     let api = public_api::Builder::from_rustdoc_json(json)
         .omit_blanket_impls(true)
         .omit_auto_trait_impls(true)

@@ -108,6 +108,7 @@ fn build(root: &Path, o: &mut Outcome) -> Option<PathBuf> {
     o.add(&one(size < 8_000_000));
     let site = root.join("target/python-wheel");
     std::fs::remove_dir_all(&site).ok();
+    std::fs::remove_dir_all(root.join(CACHE)).ok();
     let (site_arg, file) = (site.display().to_string(), file.display().to_string());
     let args = [
         "-m",
@@ -128,6 +129,21 @@ fn build(root: &Path, o: &mut Outcome) -> Option<PathBuf> {
     done.then_some(site)
 }
 
+/// Compiled modules of all wheels and tests. Emptied with each new wheel, whose files may differ
+/// from those before in neither size nor time.
+const CACHE: &str = "target/python-cache";
+
+/// Lets a Python import from `path`. What it compiles stays for the next one, outside of the
+/// wheels: some hundred processes import torch, and compiling takes half of that.
+fn imports<'a>(root: &Path, path: &str, python: &'a mut Command) -> &'a mut Command {
+    python
+        // Not beside the sources, which Python would take in place of the wheel.
+        .current_dir(root.join("target"))
+        .env("PYTHONPATH", path)
+        .env("PYTHONPYCACHEPREFIX", root.join(CACHE))
+        .env_remove("PYTHONDONTWRITEBYTECODE")
+}
+
 /// Runs Python with `path` as its modules; adds up the closing lines of pytest.
 fn pytest(root: &Path, path: &str, args: &[&str]) -> Outcome {
     reported(root, path, args, Command::new("python3").envs(OFF))
@@ -137,15 +153,8 @@ fn pytest(root: &Path, path: &str, args: &[&str]) -> Outcome {
 fn reported(root: &Path, path: &str, args: &[&str], python: &mut Command) -> Outcome {
     let (begun, said) = (Instant::now(), args.join(" "));
     println!("$ python3 {said}");
-    let out = python
-        .args(args)
-        // Not beside the sources, which Python would take in place of the wheel.
-        .current_dir(root.join("target"))
-        .env("PYTHONPATH", path)
-        .env("PYTHONDONTWRITEBYTECODE", "1")
-        .stdin(Stdio::null())
-        .stderr(Stdio::inherit())
-        .output();
+    python.args(args).stdin(Stdio::null()).stderr(Stdio::inherit());
+    let out = imports(root, path, python).output();
     let Ok(out) = out else { return one(false) };
     let text = String::from_utf8_lossy(&out.stdout);
     let o = counted(&text, out.status.success());
@@ -181,15 +190,14 @@ fn example(root: &Path, path: &str, name: &str) -> bool {
     let file = root.join(format!("examples/python/{name}.py")).display().to_string();
     let args = ["-m", "torch.distributed.run", "--nproc-per-node", "2", &file];
     println!("$ python3 {}", args.join(" "));
-    let done = Command::new("timeout")
+    let mut python = Command::new("timeout");
+    python
         .args(["120", "python3"])
         .args(args)
-        .current_dir(root.join("target"))
         .envs(OFF)
-        .env("PYTHONPATH", path)
         .env("OMP_NUM_THREADS", "1")
-        .stdin(Stdio::null())
-        .status();
+        .stdin(Stdio::null());
+    let done = imports(root, path, &mut python).status();
     done.is_ok_and(|s| s.success())
 }
 
@@ -215,13 +223,9 @@ fn jax(root: &Path, path: &str) -> Outcome {
     }
     let example = root.join("examples/python/jax_tp.py").display().to_string();
     println!("$ python3 {example}");
-    let done = Command::new("timeout")
-        .args(["120", "python3", &example])
-        .current_dir(root.join("target"))
-        .envs(OFF)
-        .env("PYTHONPATH", path)
-        .stdin(Stdio::null())
-        .status();
+    let mut python = Command::new("timeout");
+    python.args(["120", "python3", &example]).envs(OFF).stdin(Stdio::null());
+    let done = imports(root, path, &mut python).status();
     o.add(&one(done.is_ok_and(|s| s.success())));
     o
 }
@@ -233,14 +237,9 @@ fn stubtest(root: &Path, path: &str) -> bool {
     let args = ["-m", "mypy.stubtest", "tilewire", "--concise", "--mypy-config-file", &config];
     let args = [&args[..], &["--allowlist", &allowed]].concat();
     println!("$ python3 {}", args.join(" "));
-    let done = Command::new("timeout")
-        .args(["180", "python3"])
-        .args(args)
-        .current_dir(root.join("target"))
-        .envs(OFF)
-        .env("PYTHONPATH", path)
-        .stdin(Stdio::null())
-        .status();
+    let mut python = Command::new("timeout");
+    python.args(["180", "python3"]).args(args).envs(OFF).stdin(Stdio::null());
+    let done = imports(root, path, &mut python).status();
     done.is_ok_and(|s| s.success())
 }
 

@@ -1,4 +1,4 @@
-//! The arithmetic of GEMM on the host: `gemm` crate for the product, plain loops around it.
+//! The arithmetic of GEMM on the host: the `gemm-f32` crate for the product, plain loops around it.
 
 use std::borrow::Cow;
 
