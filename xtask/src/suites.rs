@@ -30,6 +30,10 @@ pub enum Extent {
 /// In the environment of tests under [`Extent::Full`]: they run their whole matrix.
 const FULL: &str = "TW_FULL";
 
+/// The packages with tests. Asked for all libraries, cargo builds that of Python, too, which has
+/// none.
+const TESTED: [&str; 3] = ["--workspace", "--exclude", "tilewire-python"];
+
 /// Longest time of one binary.
 const LIMIT: Duration = Duration::from_secs(1800);
 
@@ -259,7 +263,7 @@ fn notes(root: &Path) -> PathBuf {
 
 /// One test of the binary `suite`, with more variables.
 pub fn run_one(root: &Path, suite: &str, test: &str, vars: &[(&str, &str)]) -> Outcome {
-    let Some(suites) = built(root, &["--workspace", "--lib"]) else { return one(false) };
+    let Some(suites) = built(root, &[&TESTED[..], &["--lib"]].concat()) else { return one(false) };
     let Some(suite) = suites.iter().find(|s| s.name == suite) else { return one(false) };
     let (notes, args) = (notes(root), ["--exact", test]);
     let with = With { notes: &notes, extent: Extent::Usual, args: &args, vars };
@@ -271,7 +275,7 @@ pub fn run_one(root: &Path, suite: &str, test: &str, vars: &[(&str, &str)]) -> O
 
 /// The examples in the documentation. What they leave out counts as that of other tests.
 pub fn run_docs(root: &Path) -> Outcome {
-    let args = ["test", "--workspace", "--doc", "--no-fail-fast"];
+    let args = [&["test"], &TESTED[..], &["--doc", "--no-fail-fast"]].concat();
     println!("$ cargo {}", args.join(" "));
     let mut command = Command::new(cargo());
     command.args(args).current_dir(root).envs(OFF).stdin(Stdio::null()).stderr(Stdio::inherit());
@@ -293,7 +297,7 @@ fn rows(suites: &[Suite]) -> (Vec<&Suite>, Vec<&Suite>) {
 /// Builds and runs all tests: those that compute beside those that wait.
 pub fn run_all(root: &Path, extent: Extent) -> Outcome {
     let begun = Instant::now();
-    let args = ["--workspace", "--lib", "--bins", "--tests", "--examples"];
+    let args = [&TESTED[..], &["--lib", "--bins", "--tests", "--examples"]].concat();
     let Some(mut suites) = built(root, &args) else { return one(false) };
     println!("built in {:.1} s", begun.elapsed().as_secs_f64());
     let known: BTreeSet<&str> = suites.iter().map(|s| &*s.name).collect();
