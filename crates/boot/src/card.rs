@@ -239,7 +239,7 @@ mod tests {
         let (peer, card) = card_of(1, &secret);
         let why = Error::new(ErrorKind::Timeout, "rank 2 did not arrive");
         let seeds = [card, Card::withdrawn(&peer, &why)].map(|c| serde_json::to_vec(&c).unwrap());
-        tilewire_testing::fuzz!("card", 5, seeds.to_vec(), |b| {
+        tilewire_testing::fuzz!("card", seeds.to_vec(), |b| {
             let secret = Secret::from_job("s");
             let (me, mine) = card_of(0, &secret);
             let peer = Rank::new(1);

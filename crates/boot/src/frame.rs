@@ -217,7 +217,7 @@ mod tests {
         seeds.extend(encode_parcel(Rank::new(1), "tag/0", &[7; 300], 3));
         // Of two fragments: the second is not full.
         seeds.push(encode_parcel(Rank::new(1), "t", &[7; FRAGMENT + 9], 1).remove(1));
-        tilewire_testing::fuzz!("frame", 3, seeds, |b| {
+        tilewire_testing::fuzz!("frame", seeds, |b| {
             let Ok(f) = decode(b) else { return false };
             assert!(f.payload.len() <= FRAGMENT && f.index < f.count && f.total <= MAX_PAYLOAD);
             assert_eq!(encode_one(&f), b, "a frame has one encoding");

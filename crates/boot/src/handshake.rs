@@ -379,7 +379,7 @@ mod tests {
             small(Kind::Welcome, 2, &[]),
             small(Kind::Refused, 2, b"\x01you are of another user"),
         ];
-        tilewire_testing::fuzz!("handshake", 5, seeds, |b| {
+        tilewire_testing::fuzz!("handshake", seeds, |b| {
             let secret = Secret::from_job("s");
             let (sender, two) = (id(0, "j", &secret), id(2, "j", &secret));
             // The listener: as a first message, and again behind that.

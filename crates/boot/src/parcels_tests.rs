@@ -184,5 +184,5 @@ fn fuzz_parcels() {
         [all("a", 9), message(1, &bye), step(0, 200, b""), step(1, 0, b"a")].concat(),
     ];
     // What the messages bring comes by the socket, and is not in the input.
-    tilewire_testing::fuzz!("parcels", 3, seeds, run, spare = 64 << 20);
+    tilewire_testing::fuzz!("parcels", seeds, run, spare = 64 << 20);
 }

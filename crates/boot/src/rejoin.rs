@@ -115,7 +115,7 @@ mod tests {
     fn fuzz_rejoin_answer() {
         let seeds = ["1 1/4@127.0.0.1:7000\n", "12 0/2@[::1]:65535\n", "1 0/1@localhost:1\n"];
         let seeds = seeds.map(|s| s.as_bytes().to_vec()).to_vec();
-        tilewire_testing::fuzz!("rejoin_answer", 2, seeds, |b| {
+        tilewire_testing::fuzz!("rejoin_answer", seeds, |b| {
             let Some((restarts, text)) = std::str::from_utf8(b).ok().and_then(read) else {
                 return false;
             };

@@ -207,5 +207,5 @@ fn fuzz_torch_reply() {
         assert_eq!(store.set("k", b"v").is_ok(), b.starts_with(&std::process::id().to_ne_bytes()));
         got.is_ok()
     };
-    tilewire_testing::fuzz!("torch_reply", 3, seeds, decodes, spare = spare);
+    tilewire_testing::fuzz!("torch_reply", seeds, decodes, spare = spare);
 }

@@ -190,7 +190,7 @@ mod tests {
             team.launch_begin(&tilewire::symm::Fingerprint::new("gemm_rs", "m=2"))?;
             Ok(team.dump().to_string().into_bytes())
         });
-        tilewire_testing::fuzz!("dump", 5, seeds.unwrap(), |b| {
+        tilewire_testing::fuzz!("dump", seeds.unwrap(), |b| {
             let Ok(r) = recorder(b) else { return false };
             assert!(r.rank < r.size as u64);
             let entries: Vec<&Entry> = r.entries.values().collect();

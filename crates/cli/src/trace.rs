@@ -169,7 +169,7 @@ mod tests {
             to_json(&spans[..1], UNIX_EPOCH + Duration::from_secs(1)),
         ];
         let seeds = vec![chrome(&ranks).to_string().into_bytes()];
-        tilewire_testing::fuzz!("trace", 5, seeds, |b| {
+        tilewire_testing::fuzz!("trace", seeds, |b| {
             let Ok((page, num)) = page(b) else { return false };
             let (bars, rows) = (page.matches("<rect").count(), page.matches("<text").count());
             assert!(bars <= num && rows <= bars);

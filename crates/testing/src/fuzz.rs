@@ -19,6 +19,9 @@ use bolero::{Driver, ValueGenerator};
 use crate::FUZZ_COUNTS;
 use crate::allocations::counted;
 
+/// Time of a target in the tests.
+pub const TIME: Duration = Duration::from_secs(5);
+
 /// Longest time for one input: a thousand times what any takes.
 const LIMIT: Duration = Duration::from_secs(5);
 
@@ -248,22 +251,23 @@ impl ValueGenerator for Mutations {
 
 /// Runs a decoder on seeds and their mutations, in a test named `fuzz_NAME`.
 ///
-/// `fuzz!("NAME", SECONDS, seeds, |bytes| accepted)`, and for a decoder that asks for more than a
-/// MiB whatever its input, `spare = BYTES` behind it. The closure asserts what must hold and
-/// returns whether the input was accepted. `cargo xtask fuzz` sets other seconds.
+/// `fuzz!("NAME", seeds, |bytes| accepted)`, and for a decoder that asks for more than a MiB
+/// whatever its input, `spare = BYTES` behind it. The closure asserts what must hold and returns
+/// whether the input was accepted. It runs for [`TIME`](crate::fuzz::TIME); `cargo xtask fuzz`
+/// sets another.
 #[macro_export]
 macro_rules! fuzz {
-    ($name:literal, $seconds:expr, $seeds:expr, $decodes:expr) => {
-        $crate::fuzz!($name, $seconds, $seeds, $decodes, spare = 1 << 20)
+    ($name:literal, $seeds:expr, $decodes:expr) => {
+        $crate::fuzz!($name, $seeds, $decodes, spare = 1 << 20)
     };
-    ($name:literal, $seconds:expr, $seeds:expr, $decodes:expr, spare = $spare:expr) => {{
+    ($name:literal, $seeds:expr, $decodes:expr, spare = $spare:expr) => {{
         let corpus = concat!(env!("CARGO_MANIFEST_DIR"), "/corpus/", $name);
         let corpus = ::std::path::Path::new(corpus);
         let target = $crate::fuzz::Target::new($name, corpus, $seeds, $spare);
         let decodes: fn(&[u8]) -> bool = $decodes;
         target.seeds().for_each(|input| target.run(input, decodes));
         $crate::fuzz::bolero::check!(name = $name)
-            .with_test_time(::std::time::Duration::from_secs($seconds))
+            .with_test_time($crate::fuzz::TIME)
             .with_generator(target.mutations())
             .for_each(|input| target.run(&input.0, decodes));
         target.end();

@@ -125,7 +125,7 @@ mod tests {
     fn fuzz_rejoin_hello() {
         let seeds = ["0a1b2c 3 2\n", "0a1b2c 0 12\n", "0a1b2d 3 2\n", "0a1b2c 3 2 final\n"];
         let seeds = seeds.map(|s| s.as_bytes().to_vec()).to_vec();
-        tilewire_testing::fuzz!("rejoin_hello", 2, seeds, |b| {
+        tilewire_testing::fuzz!("rejoin_hello", seeds, |b| {
             let Ok(line) = std::str::from_utf8(b) else { return false };
             let Some((rank, last)) = rank_of(line, "0a1b2c", 2) else { return false };
             assert!(line.starts_with("0a1b2c "), "without the token");

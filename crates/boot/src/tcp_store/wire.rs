@@ -216,7 +216,7 @@ mod tests {
             Request::Add { key: key(), n: -1 },
         ];
         let seeds = seeds.iter().map(Request::encode).collect();
-        tilewire_testing::fuzz!("store_request", 2, seeds, |b| {
+        tilewire_testing::fuzz!("store_request", seeds, |b| {
             let Ok(r) = Request::decode(b) else { return false };
             assert_eq!(r.encode(), b, "a request has one encoding");
             true
@@ -233,7 +233,7 @@ mod tests {
             Response::Full(text()),
         ];
         let seeds = seeds.iter().map(Response::encode).collect();
-        tilewire_testing::fuzz!("store_response", 2, seeds, |b| {
+        tilewire_testing::fuzz!("store_response", seeds, |b| {
             let Ok(r) = Response::decode(b) else { return false };
             assert_eq!(Response::decode(&r.encode()).unwrap(), r);
             true
@@ -248,7 +248,7 @@ mod tests {
         let two = greeting(&[2; 32], Some(proof(&secret, "server", &[1; 32], &[2; 32])));
         let seeds =
             vec![frame(&one), frame(&two), [frame(&one), frame(OTHER_SECRET)].concat(), one];
-        tilewire_testing::fuzz!("store_greeting", 2, seeds, |b| {
+        tilewire_testing::fuzz!("store_greeting", seeds, |b| {
             if let Some(who) = read_other_secret(b) {
                 assert_eq!(other_secret(who.as_ref()), b, "a last word has one encoding");
                 return true;

@@ -311,7 +311,7 @@ mod tests {
             // Good, and not what was asked for.
             of("13.1", b"code"),
         ];
-        tilewire_testing::fuzz!("kernel_cache", 2, seeds, |b| {
+        tilewire_testing::fuzz!("kernel_cache", seeds, |b| {
             let Ok(code) = code_of(b, &key(), "13.0") else { return false };
             assert_eq!([&head(&key(), "13.0", code), code].concat(), b);
             assert!(

@@ -88,7 +88,7 @@ pub(super) mod tests {
         segments[32..40].copy_from_slice(&72u64.to_le_bytes());
         segments[54..56].copy_from_slice(&56u16.to_le_bytes());
         segments[56..58].copy_from_slice(&1u16.to_le_bytes());
-        tilewire_testing::fuzz!("kernel_elf", 2, vec![file(), segments], |b| {
+        tilewire_testing::fuzz!("kernel_elf", vec![file(), segments], |b| {
             let whole = is_whole(b);
             let more = [b, &[0]].concat();
             assert!(!whole || is_whole(&more), "what is behind the end of a file is no part of it");

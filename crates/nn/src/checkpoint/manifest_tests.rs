@@ -85,7 +85,7 @@ fn accepted(bytes: &[u8]) -> bool {
 fn fuzz_manifest() {
     let text = seal(&small()).unwrap();
     let seeds = vec![text.clone().into_bytes(), sealed(b"{\"version\": 1}")];
-    tilewire_testing::fuzz!("manifest", 2, seeds, accepted);
+    tilewire_testing::fuzz!("manifest", seeds, accepted);
 }
 
 /// As the one above, with a good digest of what was changed.
@@ -102,7 +102,7 @@ fn fuzz_manifest_value() {
         blake3: vec![String::new(); blocks],
     }];
     wide.files[1].bytes = 1 << 40;
-    tilewire_testing::fuzz!("manifest_value", 5, vec![value(&small()), value(&wide)], |value| {
+    tilewire_testing::fuzz!("manifest_value", vec![value(&small()), value(&wide)], |value| {
         accepted(&sealed(value))
     });
 }
