@@ -11,6 +11,9 @@ struct EmuThread {
     unsigned lane;
 };
 
+// The message of a run that gets no memory for the stacks of its threads.
+#define EMU_NO_MEMORY "no memory for the threads of a kernel"
+
 // One warp-collective operation: what each lane gave, and where each lane wants its result.
 struct EmuLanes {
     unsigned mask;    // lanes that were asked for

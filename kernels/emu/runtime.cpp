@@ -143,26 +143,30 @@ void guard(char* page) {
     if (__atomic_fetch_add(&cut, 1, __ATOMIC_RELAXED) < 16000) mprotect(page, PAGE, PROT_NONE);
 }
 
-char* take_stack(Worker* w) {
-    if (w->stacks.empty()) {
-        // Not all of them: runs at the same time would map more and more.
-        pthread_mutex_lock(&pool().lock);
-        for (unsigned i = 0; i < 64 && !pool().stacks.empty(); i++) {
-            w->stacks.push_back(pool().stacks.back());
-            pool().stacks.pop_back();
-        }
-        pthread_mutex_unlock(&pool().lock);
+// So many stacks for the worker: from the pool, and new ones. False if the system refuses.
+bool stock(Worker* w, size_t num) {
+    if (w->stacks.size() >= num) return true;
+    // No more than that: runs at the same time would map more and more.
+    pthread_mutex_lock(&pool().lock);
+    while (w->stacks.size() < num && !pool().stacks.empty()) {
+        w->stacks.push_back(pool().stacks.back());
+        pool().stacks.pop_back();
     }
-    if (!w->stacks.empty()) {
-        char* s = w->stacks.back();
-        w->stacks.pop_back();
-        return s;
-    }
+    pthread_mutex_unlock(&pool().lock);
     const int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
-    char* s = (char*)mmap(nullptr, PAGE + STACK, PROT_READ | PROT_WRITE, flags, -1, 0);
-    if (s == MAP_FAILED) abort();
-    guard(s);
-    return s + PAGE;
+    while (w->stacks.size() < num) {
+        char* s = (char*)mmap(nullptr, PAGE + STACK, PROT_READ | PROT_WRITE, flags, -1, 0);
+        if (s == MAP_FAILED) return false;
+        guard(s);
+        w->stacks.push_back(s + PAGE);
+    }
+    return true;
+}
+
+char* take_stack(Worker* w) {
+    char* s = w->stacks.back();
+    w->stacks.pop_back();
+    return s;
 }
 
 EmuDim unflatten(unsigned i, const unsigned* n) {
@@ -243,8 +247,9 @@ void admit(Worker* w) {
     const unsigned version = __atomic_load_n(&r->version, __ATOMIC_ACQUIRE);
     if (w->seen == version) return;
     w->seen = version;
+    bool is_short = false;
     pthread_mutex_lock(&r->lock);
-    for (unsigned i = 0; i < r->streams.size(); i++) {
+    for (unsigned i = 0; i < r->streams.size() && !is_short; i++) {
         const EmuStream* e = &r->cfg->streams[i];
         Stream* s = &r->streams[i];
         if (s->launch == e->len || (e->worker != EMU_ANY && e->worker % r->cfg->workers != w->id)) continue;
@@ -255,6 +260,8 @@ void admit(Worker* w) {
         // Blocks of a cluster live together, however few may.
         const unsigned size = l->cluster == 0 ? 1 : l->cluster;
         for (unsigned k = 0; k < share && s->next < total && (s->live == 0 || s->live + size <= r->cfg->resident); k += size) {
+            is_short = !stock(w, (size_t)size * l->block[0] * l->block[1] * l->block[2]);
+            if (is_short) break;
             Cluster* cluster = new Cluster();
             for (unsigned j = 0; j < size; j++) {
                 s->live++;
@@ -263,6 +270,7 @@ void admit(Worker* w) {
         }
     }
     pthread_mutex_unlock(&r->lock);
+    if (is_short) end_run(r, EMU_NO_MEMORY, false);
 }
 
 // ---- Workers.

@@ -251,3 +251,23 @@ fn what_moves_is_timed_on_emulated_devices() {
         assert!(r["backend"] == "vmm" && r["max_err"].is_number(), "{r}");
     }
 }
+
+/// Behind a fault each call of a driver returns it. Devices whose process gets no memory for their
+/// threads have one: at the first kernel under the lower limits, later under the others.
+#[test]
+fn devices_that_fail_end_a_job_with_the_error() {
+    let _one = ALL.lock().unwrap_or_else(PoisonError::into_inner);
+    let Some(driver) = Driver::emulated() else {
+        return did_not_run(Lack::Compiler, "it needs g++");
+    };
+    let model = "train --ranks 2 --steps 2 --task copy --seq 16 --batch 24 --d-model 32 --head-dim 16 --d-ff 32";
+    for limit in (400_000..=1_600_000).step_by(200_000) {
+        let mut command = driver.command("/bin/sh", 2);
+        let script = format!("ulimit -v {limit}; exec \"$0\" {model} --backend vmm");
+        let out = command.args(["-c", &script, PROGRAM]).output().unwrap();
+        let text = String::from_utf8_lossy(&out.stderr);
+        assert_eq!(out.status.code(), Some(2), "{limit}: {}: {text}", out.status);
+        let fault = text.contains("error: ") && text.contains("the emulated driver says 2");
+        assert!(fault && !text.contains("panicked"), "{limit}: {text}");
+    }
+}

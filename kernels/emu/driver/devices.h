@@ -36,6 +36,8 @@ static int device(void) { return current ? (int)(current - used) : 0; }
 
 // Until nothing runs on a device.
 static void wait_for_device(int d);
+// OK, or the code of what devices have failed by.
+static int state_of_devices(void);
 // Memory that is there from now on, or is gone. Device -1: all devices reach it.
 static void tell_memory(Ptr at, size_t len, int d, int is_there);
 
@@ -76,7 +78,7 @@ int cuDevicePrimaryCtxRetain(void** out, int d) { return *out = &used[d], OK; }
 int cuDevicePrimaryCtxRelease_v2(int d) { return (void)d, OK; }
 int cuCtxGetCurrent(void** out) { return *out = current, OK; }
 int cuCtxSetCurrent(void* context) { return current = (u64*)context, OK; }
-int cuCtxSynchronize(void) { return wait_for_device(device()), OK; }
+int cuCtxSynchronize(void) { return wait_for_device(device()), state_of_devices(); }
 int cuThreadExchangeStreamCaptureMode(int* mode) {
     static __thread int mine;
     int before = mine;
@@ -93,6 +95,7 @@ typedef struct {
 int cuUserObjectCreate(void** out, void* thing, void (*let_go)(void*), unsigned num, unsigned flags) {
     Kept* k = (Kept*)malloc(sizeof *k);
     (void)flags;
+    if (!k) return NO_MEMORY;
     k->let_go = let_go, k->thing = thing, k->count = num;
     return *out = k, OK;
 }
@@ -186,6 +189,7 @@ static int handle_of(Ptr* out, int fd, int is_new) {
         }
     }
     Handle* h = (Handle*)malloc(sizeof *h);
+    if (!h) return close(fd), NO_MEMORY;
     h->fd = fd, h->file = s.st_ino;
     return *out = (Ptr)h, code;
 }

@@ -4,6 +4,10 @@
 // who waits for whom; its launch runs each of its streams on a thread of its own, as a device runs branches side by side: work
 // that waits for other branches comes to its end. Before one piece of work in sixteen a stream stands still for a while, so
 // that an edge that is missing between two streams shows.
+//
+// Where the process lacks memory for a device, all its devices have failed, as a context has behind
+// a fault of a kernel: calls that queue work or wait for it return the code, and work that is queued
+// does nothing. A process under a limit meets it.
 
 #include <algorithm>
 #include <atomic>
@@ -12,10 +16,30 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <new>
+#include <system_error>
 #include <thread>
 #include <vector>
 
 namespace {
+
+// OK, or the code that calls return since a device has failed.
+std::atomic<int> fault{OK};
+
+// The first `new` that fails gets memory of ours, and the devices have failed. The next throws.
+constexpr size_t SPARE = 16 << 20;
+std::atomic<void*> spare{nullptr};
+void lacks_memory() {
+    fault = NO_MEMORY;
+    void* s = spare.exchange(nullptr);
+    if (!s) throw std::bad_alloc();
+    munmap(s, SPARE);
+}
+__attribute__((constructor)) void keep_spare() {
+    void* s = mmap(nullptr, SPARE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (s != MAP_FAILED) spare = s;
+    std::set_new_handler(lacks_memory);
+}
 
 enum : int { IN_OTHER_CAPTURE = 905, NOT_JOINED = 904, CAPTURED_EVENT = 907 };
 typedef std::function<void()> Work;
@@ -100,8 +124,16 @@ void run_graph(const Graph& g) {
     Progress p;
     p.done.assign(g->nodes.size(), false);
     std::vector<std::thread> others;
-    for (unsigned lane = 1; lane < g->last.size(); lane++)
-        others.emplace_back([&, lane] { run_lane(*g, p, lane); });
+    try {
+        for (unsigned lane = 1; lane < g->last.size(); lane++)
+            others.emplace_back([&, lane] { run_lane(*g, p, lane); });
+    } catch (const std::system_error&) {
+        // No thread for a branch: nobody waits for it.
+        fault = NO_MEMORY;
+        std::lock_guard<std::mutex> hold(p.lock);
+        p.done.assign(g->nodes.size(), true);
+        p.changed.notify_all();
+    }
     run_lane(*g, p, 0);
     for (std::thread& t : others) t.join();
 }
@@ -157,6 +189,7 @@ void serve(Stream s) {
     there.erase(std::remove(there.begin(), there.end(), s), there.end());
 }
 
+// Null if there is no thread for it.
 Stream* begin_stream(int d) {
     Stream s = std::make_shared<Queue>();
     s->device = d;
@@ -165,7 +198,14 @@ Stream* begin_stream(int d) {
         s->id = ++all().begun;
         all().streams.push_back(s);
     }
-    std::thread(serve, s).detach();
+    try {
+        std::thread(serve, s).detach();
+    } catch (const std::system_error&) {
+        std::lock_guard<std::mutex> g(all().lock);
+        std::vector<Stream>& there = all().streams;
+        there.erase(std::remove(there.begin(), there.end(), s), there.end());
+        return nullptr;
+    }
     return new Stream(s);
 }
 
@@ -178,8 +218,10 @@ Stream& stream(Stream* s) {
         if (a.legacy[d]) return a.legacy[d];
     }
     Stream* made = begin_stream(d);
+    // Nothing is queued on a device that has failed.
+    if (!made) fault = NO_MEMORY, made = new Stream(std::make_shared<Queue>());
     std::lock_guard<std::mutex> g(a.lock);
-    if (!a.legacy[d]) a.legacy[d] = *made;
+    if (!a.legacy[d]) a.legacy[d] = *made, a.legacy[d]->device = d;
     return a.legacy[d];
 }
 
@@ -201,6 +243,7 @@ void add_node(const Stream& s, const Graph& g, Work w) {
 
 int queue(Stream* raw, Work w) {
     Stream& s = stream(raw);
+    if (fault != OK) return fault;
     if (Graph g = graph_of(s)) {
         std::lock_guard<std::mutex> hold(all().lock);
         return add_node(s, g, std::move(w)), OK;
@@ -220,6 +263,7 @@ void drain(const Stream& s) {
 
 }  // namespace
 
+static int state_of_devices(void) { return fault; }
 static void wait_for_device(int d) {
     std::vector<Stream> there;
     {
@@ -259,7 +303,11 @@ bool all_joined(const Body& g, const std::vector<size_t>& behind) {
 
 extern "C" {
 
-int cuStreamCreate(Stream** out, unsigned flags) { return (void)flags, *out = begin_stream(device()), OK; }
+int cuStreamCreate(Stream** out, unsigned flags) {
+    (void)flags;
+    *out = begin_stream(device());
+    return *out ? OK : NO_MEMORY;
+}
 int cuStreamDestroy_v2(Stream* s) {
     {
         std::lock_guard<std::mutex> g((*s)->lock);
@@ -276,12 +324,12 @@ int cuStreamQuery(Stream* raw) {
     Stream& s = stream(raw);
     if (graph_of(s)) return IN_CAPTURE;
     std::lock_guard<std::mutex> g(s->lock);
-    return s->done < s->queued ? NOT_READY : OK;
+    return s->done < s->queued ? (int)NOT_READY : fault.load();
 }
 int cuStreamSynchronize(Stream* raw) {
     Stream& s = stream(raw);
     if (graph_of(s)) return IN_CAPTURE;
-    return drain(s), OK;
+    return drain(s), fault.load();
 }
 
 int cuEventCreate(Event** out, unsigned flags) { return (void)flags, *out = new Event(), OK; }
@@ -295,6 +343,8 @@ int cuEventRecord(Event* e, Stream* raw) {
         if (g->last[s->lane] != 0) e->behind.push_back(g->last[s->lane] - 1);
         return OK;
     }
+    // What is not recorded is not waited for.
+    if (fault != OK) return fault;
     e->capture = 0;
     std::shared_ptr<Told> t = e->told;
     u64 number;
@@ -302,12 +352,15 @@ int cuEventRecord(Event* e, Stream* raw) {
         std::lock_guard<std::mutex> g(t->lock);
         number = ++t->recorded;
     }
-    return queue(raw, [t, number] { t->come(number); });
+    const int code = queue(raw, [t, number] { t->come(number); });
+    // Refused since the look above.
+    if (code != OK) t->come(number);
+    return code;
 }
 int cuEventQuery(Event* e) {
     if (e->capture) return CAPTURED_EVENT;
     std::lock_guard<std::mutex> g(e->told->lock);
-    return e->told->done < e->told->recorded ? NOT_READY : OK;
+    return e->told->done < e->told->recorded ? (int)NOT_READY : fault.load();
 }
 int cuEventElapsedTime_v2(float* ms, Event* a, Event* b) {
     if (cuEventQuery(a) != OK || cuEventQuery(b) != OK) return NOT_READY;

@@ -36,6 +36,7 @@ static void wait_until(u64 at) {
     while (now() < at) usleep(500);
 }
 static void wait_for_device(int d) { wait_until(busy_until[d]); }
+static int state_of_devices(void) { return OK; }
 static void tell_memory(Ptr at, size_t len, int d, int is_there) { (void)at, (void)len, (void)d, (void)is_there; }
 
 int cuDeviceGetName(char* out, int len, int d) { return snprintf(out, len, "idle %d", d), OK; }
