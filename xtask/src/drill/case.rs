@@ -77,9 +77,9 @@ const KINDS: [&str; 15] = [
     "files", "stranger", "damage", "restart", "restart",
 ];
 
-/// Of which those that devices meet: emulated ones are slow, and a GPU needs memory, files and
-/// descriptors of its own, which limits of the process do not leave it.
-const ON_DEVICES: [&str; 5] = ["kill", "stop", "launcher", "damage", "restart"];
+/// Of which those that a GPU meets: it needs memory, files and descriptors of its own, which limits
+/// of the process do not leave it.
+const ON_A_GPU: [&str; 5] = ["kill", "stop", "launcher", "damage", "restart"];
 
 impl Case {
     pub fn new(seed: u64, number: u64, devices: Devices) -> Self {
@@ -92,7 +92,7 @@ impl Case {
             (4 | 8, _) => "--cp 2 --tp 2",
             _ => "",
         };
-        let kind = if slow { r.of(&ON_DEVICES) } else { r.of(&KINDS) };
+        let kind = if devices == Devices::Gpu { r.of(&ON_A_GPU) } else { r.of(&KINDS) };
         let deadline = if slow { 5 } else { 1 };
         let rank = r.below(ranks);
         let endless = "--steps 1000000";
@@ -111,13 +111,12 @@ impl Case {
                 (json!({ "rank": rank, "deadline": by }), process(ranks, &more))
             }
             "meeting" => {
-                let more = format!("{bounded} --timeout-s 1");
-                (json!({ "rank": rank, "deadline": 1 }), process(ranks, &more))
+                let more = format!("{bounded} --timeout-s {deadline}");
+                (json!({ "rank": rank, "deadline": deadline }), process(ranks, &more))
             }
             "launcher" => (json!({}), process(ranks, endless)),
             "stalled" => (json!({ "limit": 1 }), format!("run -n {ranks} --timeout-s 1 -- yes")),
-            "full" | "fds" | "memory" => exhausted(kind, &mut r, ranks),
-            "files" => (json!({ "limit": 1 + r.below(40) }), threads(ranks, &bounded)),
+            "full" | "fds" | "memory" | "files" => exhausted(kind, &mut r, ranks, devices),
             "stranger" => (json!({}), process(ranks, &bounded)),
             "damage" if devices == Devices::Gpu => (json!({}), process(ranks, &bounded)),
             "damage" => (json!({}), threads(ranks, &bounded)),
@@ -136,7 +135,7 @@ impl Case {
             let at = words.iter().position(|w| w == "SELF").unwrap_or(0);
             words.splice(at..at, ["sh".to_owned(), "-c".to_owned(), script]);
         }
-        if slow {
+        if slow && kind != "stalled" {
             words.extend(["--backend".to_owned(), "vmm".to_owned()]);
         }
         // The start of a job, a good part of its life, is reached by cases that do not wait for the
@@ -189,20 +188,28 @@ fn restarted(ranks: u64, more: &str) -> String {
     )
 }
 
-/// A job that lacks space, descriptors or memory.
-fn exhausted(kind: &str, r: &mut Random, ranks: u64) -> (Value, String) {
-    let more = saving(r);
+/// A job that lacks space, descriptors, memory or files. In half of the cases it writes
+/// checkpoints, by threads of their own.
+fn exhausted(kind: &str, r: &mut Random, ranks: u64, devices: Devices) -> (Value, String) {
+    let is_emulated = devices == Devices::Emulated;
+    let (every, steps) = if is_emulated { (2, EMULATED_STEPS) } else { (10, STEPS) };
+    let save = format!(" --checkpoint c --every {every}");
+    let more = if kind == "files" || r.below(2) == 1 { save } else { String::new() };
     if kind == "full" {
         let endless = format!("--steps {ENDLESS}{more}");
-        return (json!({ "text": "No space left" }), threads_or(r, ranks, &endless));
+        // Emulated devices come to their first step, and to their second, in seconds.
+        let begin = if is_emulated { 25 } else { 0 };
+        let harm = json!({ "text": "No space left", "begin": begin });
+        return (harm, threads_or(r, ranks, &endless));
     }
-    let limit = if kind == "fds" { 8 + r.below(120) } else { (60 + r.below(900)) << 10 };
-    (json!({ "limit": limit }), threads(ranks, &format!("--steps {STEPS}{more}")))
-}
-
-/// In half of the cases with checkpoints, which threads of their own write.
-fn saving(r: &mut Random) -> &'static str {
-    r.of(&["", " --checkpoint c --every 10"])
+    let limit = match kind {
+        "fds" => 8 + r.below(120),
+        "files" => 1 + r.below(40),
+        // An emulated device has its memory in its process.
+        _ if is_emulated => (60 + r.below(4000)) << 10,
+        _ => (60 + r.below(900)) << 10,
+    };
+    (json!({ "limit": limit }), threads(ranks, &format!("--steps {steps}{more}")))
 }
 
 fn threads_or(r: &mut Random, ranks: u64, more: &str) -> String {

@@ -62,7 +62,8 @@ fn wrong(harm: &Value, seen: &Value) -> Option<String> {
         }
         "full" => {
             let text = harm["text"].as_str().unwrap_or_default();
-            expect(2).or_else(|| says(text)).or_else(|| within(AT_ONCE + GRACE))
+            let begin = harm["begin"].as_f64().unwrap_or(0.0);
+            expect(2).or_else(|| says(text)).or_else(|| within(begin + AT_ONCE + GRACE))
         }
         "fds" | "memory" | "files" => limited(seen, code, err),
         "stranger" => expect(0).or_else(|| differs(seen)),
@@ -199,6 +200,16 @@ mod tests {
         assert!(judge(&harm, &seen(other)).contains("nothing says"));
         let lie = judge(&harm, &seen(format!("{one}\n1 of 3 ranks did not arrive: r2 (")));
         assert!(lie.contains("r1 was missing, and an error says"), "{lie}");
+    }
+
+    #[test]
+    fn a_full_disk_ends_a_job_soon_behind_its_begin() {
+        let seen = json!({ "code": 2, "err": "error: No space left", "seconds": 20.0, "left": [],
+            "shm": [], "temp": [] });
+        let harm = |begin: f64| json!({ "kind": "full", "text": "No space left", "begin": begin });
+        assert_eq!(judge(&harm(25.0), &seen), "right");
+        assert!(judge(&harm(0.0), &seen).contains("20.00 s, not 6"));
+        assert!(judge(&harm(25.0), &with(seen, "err", json!(""))).contains("nothing says"));
     }
 
     #[test]

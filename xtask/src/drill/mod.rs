@@ -36,7 +36,7 @@ pub struct DrillArgs {
     /// Only this case of the seed.
     #[arg(long)]
     pub case: Option<u64>,
-    /// On emulated devices: harm to running jobs, and damage.
+    /// On emulated devices, by all kinds of harm.
     #[arg(long)]
     pub emulated: bool,
     /// The same on one GPU, which the ranks share.
