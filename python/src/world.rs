@@ -42,7 +42,9 @@ pub struct Settings {
 /// Members by the number that calls pass.
 static MEMBERS: RwLock<Option<HashMap<u64, Arc<Member>>>> = RwLock::new(None);
 static NEXT: AtomicU64 = AtomicU64::new(1);
-/// This process is a fork of the one that made the worlds.
+/// This process has what a fork of it lacks: threads, connections, devices.
+static USED: AtomicBool = AtomicBool::new(false);
+/// This process is a fork of one that had.
 static FORKED: AtomicBool = AtomicBool::new(false);
 /// The number of worlds that each group has formed in this process: the name of the next meeting.
 static FORMED: Mutex<Option<HashMap<String, u64>>> = Mutex::new(None);
@@ -73,17 +75,25 @@ pub fn size_of(id: u64) -> usize {
     (id >> 12 & 0xFFF) as usize
 }
 
-/// Fails in a fork.
+/// Fails in a fork of a process that has called an operation or made a world. Every call comes here
+/// first, so that a fork of a process which has only imported this module is as any other.
 ///
 /// # Errors
 /// `Stale`.
 pub fn check_fork() -> Result<()> {
+    // No store where all would write the same line.
+    if !USED.load(Ordering::Relaxed) {
+        USED.store(true, Ordering::Relaxed);
+    }
     if FORKED.load(Ordering::Relaxed) {
         return Err(Error::new(
             ErrorKind::Stale,
-            "this process is a fork: its world is the parent's",
+            "this process is a fork: what it sees of tilewire is the parent's",
         )
-        .hint("start workers with `spawn`, or call tilewire in the parent only"));
+        .hint(
+            "start workers with `spawn`, or fork them before the first call, or call tilewire in \
+             the parent only",
+        ));
     }
     Ok(())
 }
@@ -251,6 +261,9 @@ pub fn leave_all() {
 /// objects.
 #[pyfunction]
 pub fn forked() {
+    if !USED.load(Ordering::Relaxed) {
+        return;
+    }
     FORKED.store(true, Ordering::Relaxed);
     // Another thread of the parent may have held the lock at the fork; then the child never takes
     // it, which is as good: calls are refused before.
@@ -286,6 +299,7 @@ pub fn settings(
 }
 
 pub fn world_cfg(timeout_s: f64, check: bool) -> Result<WorldCfg> {
+    check_fork()?;
     let timeout = Duration::try_from_secs_f64(timeout_s).ok().filter(|t| !t.is_zero());
     let timeout = timeout.ok_or_else(|| {
         Error::invalid("`timeout_s` must be a positive number of seconds").seen(timeout_s)

@@ -1,14 +1,15 @@
 """Jobs whose ranks end, differ, fork, or stop in unusual ways. Each test starts its processes."""
 
 import os
+import pathlib
 import re
 import signal
 import socket
-import subprocess
-import sys
+import tempfile
 import time
 
 import pytest
+from forks import ask
 
 BEGIN = """
 import os, sys, time, threading
@@ -26,34 +27,24 @@ def job(size, text, limit=90):
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = str(s.getsockname()[1])
-    ranks = []
-    for r in range(size):
-        env = dict(os.environ, RANK=str(r), LOCAL_RANK=str(r), WORLD_SIZE=str(size))
-        env.update(LOCAL_WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
-        env.update(OMP_NUM_THREADS="1")
-        ranks.append(
-            subprocess.Popen(
-                [sys.executable, "-c", BEGIN + text],
-                env=env,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                start_new_session=True,
-            )
-        )
+    shared = dict(WORLD_SIZE=size, LOCAL_WORLD_SIZE=size, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
     end = time.monotonic() + limit
-    done = []
-    try:
-        for p in ranks:
-            out, _ = p.communicate(timeout=max(0.1, end - time.monotonic()))
-            done.append((p.returncode, out))
-    except subprocess.TimeoutExpired:
-        for p in ranks:
-            # With the children that it has forked, which hold its output open.
-            os.killpg(p.pid, signal.SIGKILL)
-        rest = "\n".join(p.communicate()[0] or "" for p in ranks)
-        pytest.fail(f"the job did not end in {limit} s:\n{rest}")
-    return done
+    with tempfile.TemporaryDirectory() as folder:
+        outs = [pathlib.Path(folder, str(r)) for r in range(size)]
+        pids = []
+        for r, out in enumerate(outs):
+            env = {k: str(v) for k, v in dict(shared, RANK=r, LOCAL_RANK=r).items()}
+            pids.append(ask(env=env, out=str(out), text=BEGIN + text))
+        codes = [ask(pid=pid, limit=max(0.1, end - time.monotonic())) for pid in pids]
+        for pid, code in zip(pids, codes):
+            if code is None:
+                # With the children that it has forked.
+                os.killpg(pid, signal.SIGKILL)
+                ask(pid=pid, limit=9)
+        texts = [out.read_text(errors="replace") for out in outs]
+    if None in codes:
+        pytest.fail(f"the job did not end in {limit} s:\n" + "\n".join(texts))
+    return list(zip(codes, texts))
 
 
 def all_good(done):
@@ -159,6 +150,31 @@ print("child", os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
         )
     )
     assert "child 7" in out, out
+
+
+def test_a_fork_before_the_first_call_is_as_any_other_process():
+    (out,) = all_good(
+        job(
+            1,
+            """
+def run():
+    with tw.init(device="cpu"):
+        return tw.all_gather(torch.ones(1)).tolist()
+for name in ("first", "second"):
+    pid = os.fork()
+    if pid == 0:
+        try:
+            print(name, run(), flush=True)
+        except tw.Stale as e:
+            print(name, "stale", e, flush=True)
+        sys.exit(0)
+    assert os.waitpid(pid, 0)[1] == 0
+    print("parent", run(), flush=True)
+""",
+        )
+    )
+    assert "first [1.0]" in out and out.count("parent [1.0]") == 2, out
+    assert "second stale" in out and "before the first call" in out, out
 
 
 DESTROY = "dist.destroy_process_group()"
