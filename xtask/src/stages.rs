@@ -70,7 +70,8 @@ pub fn run(root: &Path, only: Option<&str>, list: bool, extent: Extent) -> ExitC
         }
     };
     let mut total = Outcome::default();
-    if only.is_none() && !list && extent != Extent::Fast {
+    let all = only.is_none() && !list && extent != Extent::Fast;
+    if all {
         // The network is slow and the first stages compile: the wheels come meanwhile.
         let root = root.to_owned();
         std::thread::spawn(move || crate::python::fetch_ahead(&root));
@@ -81,6 +82,12 @@ pub fn run(root: &Path, only: Option<&str>, list: bool, extent: Extent) -> ExitC
             continue;
         }
         println!("==> {}", s.name);
+        if all && s.name == "dependencies" {
+            // For minutes of it one crate is compiled, by one thread: other stages, which compute
+            // as well, have the other processors. Not before `api`, which needs the same folder.
+            let root = root.to_owned();
+            std::thread::spawn(move || suites::build_ahead(&root));
+        }
         let start = Instant::now();
         let mut o = (s.run)(root, extent);
         for why in o.skipped.too_many() {

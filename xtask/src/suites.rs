@@ -240,6 +240,18 @@ fn run(suite: &Suite, with: &With<'_>) -> Ran {
     Ran { name: suite.name.clone(), took: begun.elapsed(), outcome, said }
 }
 
+/// Arguments with which cargo builds all tests.
+fn all() -> Vec<&'static str> {
+    [&TESTED[..], &["--lib", "--bins", "--tests", "--examples"]].concat()
+}
+
+/// Builds all tests, silently: [`run_all`] does it again, waits for this, and reports errors.
+pub fn build_ahead(root: &Path) {
+    let mut cargo = Command::new(cargo());
+    cargo.args(["test", "--no-run", "--quiet"]).args(all()).current_dir(root).envs(OFF);
+    cargo.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null()).status().ok();
+}
+
 /// The binaries of `cargo test`, built; none where that failed.
 pub fn built(root: &Path, args: &[&str]) -> Option<Vec<Suite>> {
     println!("$ cargo test --no-run {}", args.join(" "));
@@ -298,8 +310,7 @@ fn rows(suites: &[Suite]) -> (Vec<&Suite>, Vec<&Suite>) {
 /// Builds and runs all tests: those that compute beside those that wait.
 pub fn run_all(root: &Path, extent: Extent) -> Outcome {
     let begun = Instant::now();
-    let args = [&TESTED[..], &["--lib", "--bins", "--tests", "--examples"]].concat();
-    let Some(mut suites) = built(root, &args) else { return one(false) };
+    let Some(mut suites) = built(root, &all()) else { return one(false) };
     println!("built in {:.1} s", begun.elapsed().as_secs_f64());
     let known: BTreeSet<&str> = suites.iter().map(|s| &*s.name).collect();
     let gone = [&COMPUTE[..], &SLOW, &REDUNDANT].concat();
