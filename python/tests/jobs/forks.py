@@ -59,7 +59,10 @@ def server():
 def ask(**what):
     p = server()
     p.stdin.write(json.dumps(what) + "\n")
-    return json.loads(p.stdout.readline())
+    answer = p.stdout.readline()
+    if not answer:
+        raise RuntimeError(f"the process that forks has ended: {p.wait()}")
+    return json.loads(answer)
 
 
 if __name__ == "__main__":
