@@ -1,5 +1,6 @@
 //! The driver: starts a case's job, does the harm, and writes down what it sees.
 
+use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::Write;
 use std::net::TcpStream;
@@ -53,6 +54,8 @@ pub fn run((program, driver): (&Path, Option<&Driver>), case: &Case) -> Value {
     let new: Vec<_> = look::names(Path::new("/dev/shm")).difference(&shm).cloned().collect();
     act.seen["shm"] = json!(new);
     act.seen["temp"] = json!(look::names(&act.dir.join("tmp")));
+    act.seen["sockets"] = json!(look::orphans());
+    act.seen["files"] = json!(act.other_files());
     std::fs::remove_dir_all(&act.dir).ok();
     act.seen
 }
@@ -64,18 +67,29 @@ impl Act<'_> {
         std::fs::create_dir_all(self.dir.join("tmp"))?;
         match self.case.harm().as_str() {
             "kill" | "stop" | "launcher" => self.signalled(),
+            "pause" => self.paused(),
             "meeting" => self.ends(&self.words(&[], &[])),
             "stalled" => self.stalled(),
             "full" => self.full(),
             "fds" => self.limited("-n"),
             "memory" => self.limited("-v"),
-            "files" if self.case.devices == Devices::Emulated => self.files_later(),
-            "files" => self.limited("-f"),
+            "files" => self.files(),
             "stranger" => self.stranger(),
             "damage" => self.damaged(),
             "steady" => self.steady(),
             _ => self.restarted(),
         }
+    }
+
+    /// Files that the job has made and that nobody has asked it for: halves of checkpoints, unless
+    /// a rank was killed while it wrote one.
+    fn other_files(&self) -> Vec<String> {
+        let known = ["c", "err", "m", "out", "tmp", "whole"];
+        let here = look::names(&self.dir).into_iter().filter(|n| !known.contains(&&**n));
+        let saved = look::names(&self.dir.join("c")).into_iter();
+        let whole = |n: &str| n.starts_with("step-") || n == ".lock";
+        let is_half = |n: &String| !whole(n) && !self.case.kills_writers();
+        here.chain(saved.filter(is_half)).collect()
     }
 
     /// The case's words, with others for some, and more behind them.
@@ -165,8 +179,10 @@ impl Act<'_> {
         let (id, rank) = (job.id(), harm["rank"].as_u64());
         // A rank that is stopped before all have met ends the meeting, and not a wait.
         let is_stop = self.case.harm() == "stop";
-        if (is_stop || self.random.below(3) > 0) && !self.until(&mut job, || self.steps() > 0)? {
-            self.seen["void"] = json!(true);
+        let has_steps = self.case.words.iter().any(|w| w == "train");
+        let waits = has_steps && (is_stop || self.random.below(3) > 0);
+        if waits && !self.until(&mut job, || self.steps() > 0)? {
+            self.seen["early"] = json!(true);
         }
         std::thread::sleep(Duration::from_millis(self.case.delay_ms));
         let victim = match rank {
@@ -195,6 +211,34 @@ impl Act<'_> {
             self.seen["void"] = json!(true);
         }
         self.end(&mut job, when)
+    }
+
+    /// A rank stands still for less than the deadline, and goes on.
+    fn paused(&mut self) -> Io<()> {
+        let mut job = self.job(&self.words(&[], &[]))?;
+        let (id, rank) = (job.id(), self.case.harm["rank"].as_u64().unwrap_or(0));
+        if !self.until(&mut job, || self.steps() > 0)? {
+            self.seen["early"] = json!(true);
+        }
+        std::thread::sleep(Duration::from_millis(self.case.delay_ms));
+        let victim = look::ranks(id).get(&rank).copied();
+        if !victim.is_some_and(|pid| send(pid, "STOP")) {
+            self.seen["void"] = json!(true);
+        }
+        std::thread::sleep(Duration::from_millis(self.case.harm["ms"].as_u64().unwrap_or(0)));
+        victim.map(|pid| send(pid, "CONT"));
+        self.ends_when_asked(&mut job, "1000000")
+    }
+
+    /// Lets a job make a few more steps, asks it to end, and compares its curve with that of a job
+    /// of as many steps; `steps` is the word for them.
+    fn ends_when_asked(&mut self, job: &mut Child, steps: &str) -> Io<()> {
+        let before = self.steps();
+        self.until(job, || self.steps() > before + 2)?;
+        send(job.id(), "USR1");
+        self.end(job, Instant::now())?;
+        let done = self.steps().max(1).to_string();
+        self.compare(&[(steps, &done)])
     }
 
     /// A reader that has stopped reading.
@@ -235,13 +279,14 @@ impl Act<'_> {
         self.compare_whole()
     }
 
-    /// Files that may not grow any more from the first step on: memory of emulated devices that
-    /// processes can share is a file, too, and a job without it writes no checkpoints.
-    fn files_later(&mut self) -> Io<()> {
+    /// Files that may not grow any more from the first step on: symmetric memory is a file, too, and
+    /// a job that has none writes no checkpoints.
+    fn files(&mut self) -> Io<()> {
         let mut job = self.job(&self.words(&[], &[]))?;
         let limit = 512 * self.case.harm["limit"].as_u64().unwrap_or(0);
-        let has_begun = self.until(&mut job, || self.steps() > 0)?;
-        if !has_begun || !limits_files(job.id(), limit) {
+        if !self.until(&mut job, || self.steps() > 0)? {
+            self.seen["early"] = json!(true);
+        } else if !limits_files(job.id(), limit) {
             self.seen["void"] = json!(true);
         }
         self.end(&mut job, Instant::now())?;
@@ -309,10 +354,14 @@ impl Act<'_> {
         let mut job = self.job(&self.words(&[(&self.case.steps.to_string(), "1000000")], &[]))?;
         let (id, kills) = (job.id(), self.case.harm["kills"].as_u64().unwrap_or(0));
         let num = self.case.harm["ranks"].as_u64().unwrap_or(0);
+        let mut fds = Fds::new();
         for _ in 0..kills {
             let before = self.steps();
             if !self.until(&mut job, || self.steps() > before)? {
                 return self.end(&mut job, Instant::now());
+            }
+            if fds.is_empty() {
+                fds = descriptors(id);
             }
             std::thread::sleep(Duration::from_millis(self.random.below(300)));
             let rank = self.random.below(num);
@@ -325,11 +374,14 @@ impl Act<'_> {
             self.until(&mut job, is_back)?;
         }
         let before = self.steps();
-        self.until(&mut job, || self.steps() > before + 2)?;
-        send(id, "USR1");
-        self.end(&mut job, Instant::now())?;
-        let steps = self.steps().max(1).to_string();
-        self.compare(&[(&self.case.steps.to_string(), &steps)])
+        self.until(&mut job, || self.steps() > before)?;
+        let now = descriptors(id);
+        let more = fds.iter().filter_map(|(who, (pid, n))| {
+            let (same, m) = now.get(who)?;
+            (same == pid && m > n).then(|| format!("{who}: {n}, then {m}"))
+        });
+        self.seen["fds"] = json!(more.collect::<Vec<_>>());
+        self.ends_when_asked(&mut job, &self.case.steps.to_string())
     }
 
     /// Compares the curve with that of the same job without harm: as threads, on a GPU as
@@ -364,6 +416,15 @@ impl Act<'_> {
         self.seen["differs"] = json!(why);
         Ok(())
     }
+}
+
+/// The launcher and its ranks: their processes and how many descriptors each has.
+type Fds = BTreeMap<String, (u32, usize)>;
+
+fn descriptors(launcher: u32) -> Fds {
+    let ranks = look::ranks(launcher).into_iter().map(|(rank, pid)| (format!("rank {rank}"), pid));
+    let all = ranks.chain([("launcher".to_owned(), launcher)]);
+    all.map(|(who, pid)| (who, (pid, look::descriptors(pid)))).collect()
 }
 
 /// True if a process may have mounts of its own.

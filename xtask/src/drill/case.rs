@@ -63,18 +63,19 @@ impl Random {
     }
 }
 
-/// A model whose steps take milliseconds.
+/// A model whose steps take milliseconds, and one whose steps take a second on emulated devices.
 const MODEL: &str = "--task copy --seq 16 --batch 24 --d-model 32 --head-dim 16 --d-ff 32";
+const EMULATED_MODEL: &str =
+    "--task copy --layers 1 --seq 16 --batch 12 --d-model 32 --head-dim 16 --d-ff 32";
 
-/// Steps of jobs that are to end by themselves; of those on emulated devices, whose steps take a
-/// second.
+/// Steps of jobs that are to end by themselves; of those on emulated devices.
 const STEPS: u64 = 40;
 const EMULATED_STEPS: u64 = 6;
 
 /// Kinds of harm, the frequent ones more than once.
-const KINDS: [&str; 15] = [
-    "kill", "kill", "kill", "stop", "meeting", "launcher", "stalled", "full", "fds", "memory",
-    "files", "stranger", "damage", "restart", "restart",
+const KINDS: [&str; 16] = [
+    "kill", "kill", "kill", "stop", "pause", "meeting", "launcher", "stalled", "full", "fds",
+    "memory", "files", "stranger", "damage", "restart", "restart",
 ];
 
 /// Of which those that a GPU meets: it needs memory, files and descriptors of its own, which limits
@@ -101,7 +102,14 @@ impl Case {
         let (harm, job) = match kind {
             "kill" => {
                 let (name, signal) = r.of(&[("KILL", 9), ("TERM", 15), ("SEGV", 11), ("ABRT", 6)]);
-                (json!({ "rank": rank, "name": name, "signal": signal }), process(ranks, endless))
+                let harm = json!({ "rank": rank, "name": name, "signal": signal });
+                // A third of the jobs are others: one operation after the other.
+                let verify = format!("run -n {ranks} -- SELF verify --quiet");
+                (harm, if r.below(3) == 0 { verify } else { process(ranks, endless) })
+            }
+            "pause" => {
+                let more = format!("{endless} --timeout-s {} --checkpoint c", 5 * deadline);
+                (json!({ "rank": rank, "ms": 50 + r.below(700) }), process(ranks, &more))
             }
             "stop" => {
                 let more = format!("{endless} --timeout-s {deadline}");
@@ -126,8 +134,9 @@ impl Case {
         harm["kind"] = json!(kind);
         harm["ranks"] = json!(ranks);
         let mut words: Vec<String> = job.split_whitespace().map(str::to_owned).collect();
-        if kind != "stalled" {
-            words.extend(format!("{MODEL} {grid}").split_whitespace().map(str::to_owned));
+        if job.contains(" train ") || job.starts_with("train ") {
+            let model = if devices == Devices::Emulated { EMULATED_MODEL } else { MODEL };
+            words.extend(format!("{model} {grid}").split_whitespace().map(str::to_owned));
         }
         if kind == "meeting" {
             // The rank stops before it becomes the program.
@@ -168,6 +177,11 @@ impl Case {
         }
     }
 
+    /// True if ranks are killed that may be writing.
+    pub fn kills_writers(&self) -> bool {
+        matches!(&*self.harm(), "restart" | "steady")
+    }
+
     /// The kind of harm.
     pub fn harm(&self) -> String {
         self.harm["kind"].as_str().unwrap_or_default().to_owned()
@@ -199,8 +213,9 @@ fn exhausted(kind: &str, r: &mut Random, ranks: u64, devices: Devices) -> (Value
         let endless = format!("--steps {ENDLESS}{more}");
         // Emulated devices come to their first step, and to their second, in seconds.
         let begin = if is_emulated { 25 } else { 0 };
-        let harm = json!({ "text": "No space left", "begin": begin });
-        return (harm, threads_or(r, ranks, &endless));
+        let harm = json!({ "begin": begin });
+        let job = if r.below(2) == 0 { threads(ranks, &endless) } else { process(ranks, &endless) };
+        return (harm, job);
     }
     let limit = match kind {
         "fds" => 8 + r.below(120),
@@ -212,6 +227,36 @@ fn exhausted(kind: &str, r: &mut Random, ranks: u64, devices: Devices) -> (Value
     (json!({ "limit": limit }), threads(ranks, &format!("--steps {steps}{more}")))
 }
 
-fn threads_or(r: &mut Random, ranks: u64, more: &str) -> String {
-    if r.below(2) == 0 { threads(ranks, more) } else { process(ranks, more) }
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+
+    use super::*;
+
+    /// What a failure prints repeats it: nothing of a case comes from elsewhere.
+    #[test]
+    fn seed_and_number_say_the_whole_case() {
+        for devices in [Devices::None, Devices::Emulated, Devices::Gpu] {
+            let text = |seed, number| {
+                let c = Case::new(seed, number, devices);
+                format!("{} {:?} {} {}", c.harm, c.words, c.delay_ms, c.random.clone().next())
+            };
+            let all: Vec<String> = (0..200).map(|n| text(7, n)).collect();
+            assert!((0..200).all(|n| text(7, n) == all[n as usize]));
+            assert!(all.iter().collect::<BTreeSet<_>>().len() > 190, "cases that are alike");
+            assert_ne!(text(8, 0), all[0]);
+            let again = Case::new(7, 3, devices).again();
+            assert_eq!(again, format!("--case 3{}", devices.flag()));
+        }
+    }
+
+    #[test]
+    fn every_kind_of_harm_comes_on_the_host_and_on_emulated_devices() {
+        for devices in [Devices::None, Devices::Emulated] {
+            let kinds: BTreeSet<_> = (0..400).map(|n| Case::new(1, n, devices).harm()).collect();
+            assert_eq!(kinds.len(), 13, "{kinds:?}");
+        }
+        let verifies = |n: &u64| Case::new(1, *n, Devices::None).words.contains(&"verify".into());
+        assert!((0..400).any(|n| verifies(&n)));
+    }
 }

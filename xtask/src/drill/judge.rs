@@ -11,10 +11,11 @@ const GRACE: f64 = 3.0;
 
 /// `right`, `void`, or `wrong: why`.
 pub fn judge(harm: &Value, seen: &Value) -> String {
-    if seen["void"] == true {
-        return "void".to_owned();
-    }
-    match wrong(harm, seen).or_else(|| left_over(seen)) {
+    let is_void = seen["void"] == true;
+    let early = (seen["early"] == true).then(|| "it ended before the harm".to_owned());
+    let found = early.or_else(|| if is_void { None } else { wrong(harm, seen) });
+    match found.or_else(|| left_over(seen)) {
+        None if is_void => "void".to_owned(),
         None => "right".to_owned(),
         Some(why) => format!("wrong: {why}"),
     }
@@ -61,12 +62,11 @@ fn wrong(harm: &Value, seen: &Value) -> Option<String> {
             expect(124).or_else(|| says("bytes of output were dropped")).or_else(|| within(limit))
         }
         "full" => {
-            let text = harm["text"].as_str().unwrap_or_default();
             let begin = harm["begin"].as_f64().unwrap_or(0.0);
-            expect(2).or_else(|| says(text)).or_else(|| within(begin + AT_ONCE + GRACE))
+            expect(2).or_else(|| says("No space left")).or_else(|| within(begin + AT_ONCE + GRACE))
         }
         "fds" | "memory" | "files" => limited(seen, code, err),
-        "stranger" => expect(0).or_else(|| differs(seen)),
+        "stranger" | "pause" => expect(0).or_else(|| differs(seen)),
         "damage" => {
             let file = seen["file"].as_str().unwrap_or("?");
             expect(0)
@@ -78,7 +78,12 @@ fn wrong(harm: &Value, seen: &Value) -> Option<String> {
             let kills = harm["kills"].as_u64().unwrap_or(0) as usize;
             let notes = err.lines().filter(|l| l.contains("ranks are started anew")).count();
             let wrong = format!("{notes} restarts for {kills} kills");
-            expect(0).or_else(|| (notes != kills).then_some(wrong)).or_else(|| differs(seen))
+            let unseen = harm["kind"] == "restart" && !seen["fds"].is_array();
+            let unseen = unseen.then(|| "nobody has counted descriptors".to_owned());
+            expect(0)
+                .or_else(|| (notes != kills).then_some(wrong))
+                .or_else(|| differs(seen))
+                .or(unseen)
         }
         other => Some(format!("an unknown harm `{other}`")),
     }
@@ -114,12 +119,14 @@ fn differs(seen: &Value) -> Option<String> {
 }
 
 fn left_over(seen: &Value) -> Option<String> {
-    for what in ["left", "shm", "temp"] {
+    for what in ["left", "shm", "temp", "sockets", "files"] {
         if seen[what].as_array().is_none_or(|a| !a.is_empty()) {
             return Some(format!("{what}: {} stay behind", seen[what]));
         }
     }
-    None
+    // Of jobs that go on behind the harm: descriptors that it has cost their processes.
+    let fds = seen["fds"].as_array().is_some_and(|a| !a.is_empty());
+    fds.then(|| format!("descriptors leak: {}", seen["fds"]))
 }
 
 #[cfg(test)]
@@ -130,9 +137,16 @@ mod tests {
     fn killed() -> (Value, Value) {
         let harm = json!({ "kind": "kill", "rank": 2, "signal": 9, "ranks": 4 });
         let err = "tilewire run: rank 2 failed first (Signaled(9)), after 0.2 s; its last lines:";
-        let seen = json!({ "code": 137, "signal": null, "seconds": 0.2, "err": err,
-            "left": [], "shm": [], "temp": [] });
-        (harm, seen)
+        let seen = json!({ "code": 137, "signal": null, "seconds": 0.2, "err": err });
+        (harm, nothing_left(seen))
+    }
+
+    /// The same of a case that has left nothing.
+    fn nothing_left(mut seen: Value) -> Value {
+        for what in ["left", "shm", "temp", "sockets", "files"] {
+            seen[what] = json!([]);
+        }
+        seen
     }
 
     fn with(mut seen: Value, what: &str, value: Value) -> Value {
@@ -155,19 +169,25 @@ mod tests {
             (wrong("left", json!(["77 tilewire"])), "stay behind"),
             (wrong("shm", json!(["x"])), "stay behind"),
             (wrong("temp", Value::Null), "stay behind"),
+            (wrong("sockets", json!(["@tilewire-x"])), "stay behind"),
+            (wrong("files", json!(["c/.work-77"])), "stay behind"),
+            (wrong("early", json!(true)), "ended before the harm"),
             (wrong("err", json!(format!("{}\nthread panicked at", seen["err"]))), "a panic"),
         ] {
             assert!(lie.starts_with("wrong: ") && lie.contains(words), "{lie}, not {words}");
         }
         assert_eq!(wrong("void", json!(true)), "void");
+        // A case without harm shows nothing right, and what it leaves is wrong.
+        let left = with(seen.clone(), "left", json!(["77 tilewire"]));
+        assert!(judge(&harm, &with(left, "void", json!(true))).contains("stay behind"));
     }
 
     #[test]
     fn a_silent_resume_is_caught() {
         let harm = json!({ "kind": "damage", "ranks": 2 });
         let err = "warning: c/step-0000000040 is damaged: rank-00001.safetensors: tensor x";
-        let seen = json!({ "code": 0, "err": err, "file": "rank-00001.safetensors", "left": [],
-            "shm": [], "temp": [], "seconds": 1.0 });
+        let file = "rank-00001.safetensors";
+        let seen = nothing_left(json!({ "code": 0, "err": err, "file": file, "seconds": 1.0 }));
         assert_eq!(judge(&harm, &seen), "right");
         let lie = judge(&harm, &with(seen.clone(), "err", json!("")));
         assert!(lie.contains("nothing says `rank-00001"), "{lie}");
@@ -180,7 +200,7 @@ mod tests {
         let harm = json!({ "kind": "stop", "rank": 1, "deadline": 1, "ranks": 4 });
         let one = "error: all_reduce: no signal (culprit 1)\ntilewire run: rank 0 failed because of \
                    rank 1";
-        let seen = |err: String| json!({ "code": 2, "err": err, "seconds": 4.5, "left": [], "shm": [], "temp": [] });
+        let seen = |err: String| nothing_left(json!({ "code": 2, "err": err, "seconds": 4.5 }));
         assert_eq!(judge(&harm, &seen(one.to_owned())), "right");
         let lie = judge(&harm, &seen(format!("{one}\nerror: agree: no message (culprit 10)")));
         assert!(lie.contains("an error blames rank 10"), "{lie}");
@@ -194,7 +214,7 @@ mod tests {
         let harm = json!({ "kind": "meeting", "rank": 1, "deadline": 1, "ranks": 3 });
         let one = "error: rendezvous: 1 of 3 ranks did not arrive: r1 (rank 0, peer 1)\ntilewire \
                    run: rank 1 did not end when asked to, and was killed";
-        let seen = |err: String| json!({ "code": 2, "err": err, "seconds": 4.2, "left": [], "shm": [], "temp": [] });
+        let seen = |err: String| nothing_left(json!({ "code": 2, "err": err, "seconds": 4.2 }));
         assert_eq!(judge(&harm, &seen(one.to_owned())), "right");
         let other = one.replace("arrive: r1", "arrive: r2");
         assert!(judge(&harm, &seen(other)).contains("nothing says"));
@@ -204,9 +224,9 @@ mod tests {
 
     #[test]
     fn a_full_disk_ends_a_job_soon_behind_its_begin() {
-        let seen = json!({ "code": 2, "err": "error: No space left", "seconds": 20.0, "left": [],
-            "shm": [], "temp": [] });
-        let harm = |begin: f64| json!({ "kind": "full", "text": "No space left", "begin": begin });
+        let seen = json!({ "code": 2, "err": "error: No space left", "seconds": 20.0 });
+        let seen = nothing_left(seen);
+        let harm = |begin: f64| json!({ "kind": "full", "begin": begin });
         assert_eq!(judge(&harm(25.0), &seen), "right");
         assert!(judge(&harm(0.0), &seen).contains("20.00 s, not 6"));
         assert!(judge(&harm(25.0), &with(seen, "err", json!(""))).contains("nothing says"));
@@ -215,7 +235,9 @@ mod tests {
     #[test]
     fn limits_end_jobs_with_types() {
         let harm = json!({ "kind": "memory", "limit": 100, "ranks": 2 });
-        let seen = |code: i64, err: &str| json!({ "code": code, "err": err, "left": [], "shm": [], "temp": [], "signal": null });
+        let seen = |code: i64, err: &str| {
+            nothing_left(json!({ "code": code, "err": err, "signal": null }))
+        };
         assert_eq!(judge(&harm, &seen(2, "error: no memory")), "right");
         assert_eq!(judge(&harm, &seen(0, "")), "right");
         assert!(judge(&harm, &seen(134, "error: ")).contains("no typed end"));
@@ -231,8 +253,14 @@ mod tests {
 
     fn restarts_of(harm: Value) {
         let note = "tilewire run: rank 1 ...: 1 of 4 ranks are started anew: 1\n";
-        let seen = |n: usize| json!({ "code": 0, "err": note.repeat(n), "left": [], "shm": [], "temp": [] });
+        let seen = |n: usize| nothing_left(json!({ "code": 0, "err": note.repeat(n), "fds": [] }));
         assert_eq!(judge(&harm, &seen(2)), "right");
+        let leak = json!(["launcher: 9, then 10"]);
+        assert!(judge(&harm, &with(seen(2), "fds", leak)).contains("descriptors leak"));
+        if harm["kind"] == "restart" {
+            let uncounted = judge(&harm, &with(seen(2), "fds", Value::Null));
+            assert!(uncounted.contains("nobody has counted"), "{uncounted}");
+        }
         assert!(judge(&harm, &seen(1)).contains("1 restarts for 2 kills"));
     }
 }

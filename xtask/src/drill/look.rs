@@ -61,12 +61,7 @@ pub fn ranks(launcher: u32) -> BTreeMap<u64, u32> {
 
 /// TCP ports that a process listens at.
 pub fn ports(pid: u32) -> Vec<u16> {
-    let inodes: BTreeSet<String> = std::fs::read_dir(format!("/proc/{pid}/fd"))
-        .into_iter()
-        .flatten()
-        .filter_map(|e| std::fs::read_link(e.ok()?.path()).ok()?.to_str().map(str::to_owned))
-        .filter_map(|l| Some(l.strip_prefix("socket:[")?.strip_suffix(']')?.to_owned()))
-        .collect();
+    let inodes = sockets_of(pid);
     let table = std::fs::read_to_string(format!("/proc/{pid}/net/tcp")).unwrap_or_default();
     let port = |line: &str| {
         let f: Vec<&str> = line.split_whitespace().collect();
@@ -75,6 +70,46 @@ pub fn ports(pid: u32) -> Vec<u16> {
         listens.then(|| u16::from_str_radix(port, 16).ok()).flatten()
     };
     table.lines().filter_map(port).collect()
+}
+
+/// Descriptors that a process has open: the fewest that were seen in a while, as connections and
+/// files come and go.
+pub fn descriptors(pid: u32) -> usize {
+    let count = |_| {
+        std::thread::sleep(Duration::from_millis(5));
+        std::fs::read_dir(format!("/proc/{pid}/fd")).map_or(0, Iterator::count)
+    };
+    (0..20).map(count).min().unwrap_or(0)
+}
+
+/// Abstract Unix sockets with a name of ours that no process holds: by their inodes, of two looks,
+/// since a process may end between the table and its descriptors.
+pub fn orphans() -> BTreeSet<String> {
+    let look = || {
+        let table = std::fs::read_to_string("/proc/net/unix").unwrap_or_default();
+        let held: BTreeSet<String> = pids().into_iter().flat_map(sockets_of).collect();
+        let ours = |line: &str| {
+            let f: Vec<&str> = line.split_whitespace().collect();
+            let (inode, name) = (*f.get(6)?, *f.get(7)?);
+            let lost = name.starts_with("@tilewire") && !held.contains(inode);
+            lost.then(|| format!("{name} ({inode})"))
+        };
+        table.lines().filter_map(ours).collect::<BTreeSet<String>>()
+    };
+    let first = look();
+    if first.is_empty() {
+        return first;
+    }
+    std::thread::sleep(Duration::from_millis(100));
+    first.intersection(&look()).cloned().collect()
+}
+
+/// Inodes of the sockets that a process holds.
+fn sockets_of(pid: u32) -> BTreeSet<String> {
+    let fds = std::fs::read_dir(format!("/proc/{pid}/fd")).into_iter().flatten();
+    fds.filter_map(|e| std::fs::read_link(e.ok()?.path()).ok()?.to_str().map(str::to_owned))
+        .filter_map(|l| Some(l.strip_prefix("socket:[")?.strip_suffix(']')?.to_owned()))
+        .collect()
 }
 
 /// Names in a folder.

@@ -1,7 +1,7 @@
 //! `cargo xtask drill`: random jobs, random harm, and a judge that knows only the harm.
 //!
 //! A case is a job of the `tilewire` command (threads or processes, 2 to 8 ranks) and one harm: a
-//! rank killed or stopped, the launcher killed, output that nobody reads, limits of the system, a
+//! rank killed, stopped or paused, the launcher killed, output that nobody reads, limits of the system, a
 //! stranger's bytes, a damaged checkpoint, kills under `--max-restarts`. The driver (this file and
 //! `act.rs`) does it and writes down what it sees; `xtask judge`, a process of its own, gets the
 //! harm and what was seen, and nothing else (`judge.rs`). The numbers of a case follow from seed
@@ -166,7 +166,10 @@ impl Tally {
             why => {
                 self.wrong += 1;
                 println!("{why}\n  harm {}\n  job {:?}", case.harm, case.words);
-                for what in ["code", "signal", "seconds", "left", "shm", "temp", "differs"] {
+                for what in [
+                    "code", "signal", "seconds", "left", "shm", "temp", "sockets", "files", "fds",
+                    "differs",
+                ] {
                     println!("  {what}: {}", seen[what]);
                 }
                 let text = seen["err"].as_str().unwrap_or_default();
@@ -195,13 +198,27 @@ impl Tally {
         if self.wrong > 0 {
             out.push(format!("{} of {all} verdicts of the drill are wrong", self.wrong));
         }
-        // One void case is an accident, however short the drill.
-        if self.void > 1 && 100 * self.void > MOST_VOID * all {
+        if 100 * self.void > MOST_VOID * all {
             out.push(format!("{} of {all} cases of the drill are void", self.void));
         }
         if self.right == 0 {
             out.push("the drill has shown nothing".to_owned());
         }
         out
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn wrong_verdicts_many_void_cases_and_nothing_shown_are_problems() {
+        let tally = |right, wrong, void| Tally { right, wrong, void, ..Tally::default() };
+        assert!(tally(98, 0, 2).problems().is_empty());
+        assert!(tally(97, 0, 3).problems()[0].contains("3 of 100 cases of the drill are void"));
+        assert!(tally(20, 0, 1).problems()[0].contains("void"), "in a short drill, too");
+        assert!(tally(99, 1, 0).problems()[0].contains("1 of 100 verdicts"));
+        assert!(tally(0, 0, 0).problems()[0].contains("shown nothing"));
     }
 }
