@@ -24,8 +24,11 @@ struct Site {
 
 /// Pinned like everything that tests need; torch is the oldest that is served.
 const TORCH: Site = Site { name: "python-torch", wheels: &["torch==2.11.0"], module: "torch" };
-const TOOLS: Site =
-    Site { name: "python-test", wheels: &["pytest==9.2.0", "numpy==2.4.6"], module: "pytest" };
+const TOOLS: Site = Site {
+    name: "python-test",
+    wheels: &["pytest==9.2.0", "numpy==2.4.6", "safetensors==0.8.0"],
+    module: "safetensors",
+};
 const TYPES: Site = Site { name: "python-types", wheels: &["mypy==2.4.1"], module: "mypy" };
 /// The oldest that is served; the newest needs another Python, and is tried by hand.
 const JAX: Site =
@@ -140,6 +143,7 @@ fn imports<'a>(root: &Path, path: &str, python: &'a mut Command) -> &'a mut Comm
         // Not beside the sources, which Python would take in place of the wheel.
         .current_dir(root.join("target"))
         .env("PYTHONPATH", path)
+        .env("TW_PROGRAM", root.join("target/release/tilewire"))
         .env("PYTHONPYCACHEPREFIX", root.join(CACHE))
         .env_remove("PYTHONDONTWRITEBYTECODE")
 }

@@ -5,6 +5,8 @@ use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
+use tilewire_testing::{Lack, did_not_run};
+
 const TILEWIRE: &str = env!("CARGO_BIN_EXE_tilewire");
 
 /// A model so small that a good part of the time goes into checkpoints.
@@ -248,4 +250,70 @@ fn a_job_goes_on_after_its_ranks_are_killed() {
     assert!(whole.status.success(), "{whole:?}");
     let whole = losses(&d.join("whole"));
     assert!(got.iter().all(|(step, loss)| whole[step] == *loss), "the curves differ");
+}
+
+/// Writes down each flush: the path, and whether the checkpoint has its name by then.
+const FLUSHES: &str = r#"
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+int fsync(int fd) {
+    char link[64], path[4096], line[4200];
+    snprintf(link, sizeof link, "/proc/self/fd/%d", fd);
+    const ssize_t n = readlink(link, path, sizeof path - 1);
+    path[n < 0 ? 0 : n] = 0;
+    const int code = ((int (*)(int))dlsym(RTLD_NEXT, "fsync"))(fd);
+    const int there = access(getenv("TW_TEST_FINAL"), F_OK) == 0;
+    const int len = snprintf(line, sizeof line, "%d %s\n", there, path);
+    FILE* f = fopen(getenv("TW_TEST_FLUSHES"), "a");
+    if (f && len > 0) fwrite(line, 1, (size_t)len, f), fclose(f);
+    return code;
+}
+"#;
+
+/// What survives a crash of the machine: every file, the manifest behind them, and their folder are
+/// on disk before the checkpoint gets its name, and the name behind it.
+#[test]
+fn all_of_a_checkpoint_is_flushed_before_it_has_its_name() {
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    std::fs::write(d.join("flushes.c"), FLUSHES).unwrap();
+    let gcc = ["-shared", "-fPIC", "-o", "flushes.so", "flushes.c", "-ldl"];
+    match Command::new("gcc").args(gcc).current_dir(d).status() {
+        Ok(made) => assert!(made.success()),
+        Err(_) => return did_not_run(Lack::Compiler, "it needs gcc"),
+    }
+    let done = Command::new(TILEWIRE)
+        .args(TRAIN)
+        .args(["--ranks", "2", "--tp", "2", "--steps", "1", "--checkpoint", "c"])
+        .env("LD_PRELOAD", d.join("flushes.so"))
+        .env("TW_TEST_FLUSHES", d.join("log"))
+        .env("TW_TEST_FINAL", d.join("c/step-0000000001"))
+        .current_dir(d)
+        .output()
+        .unwrap();
+    assert!(done.status.success(), "{done:?}");
+    let log = std::fs::read_to_string(d.join("log")).unwrap();
+    let all: Vec<(bool, &Path)> = log
+        .lines()
+        .map(|l| (l.starts_with('1'), Path::new(l.split_once(' ').expect("two words").1)))
+        .collect();
+    let is_work = |p: &Path| p.file_name().is_some_and(|n| n.to_string_lossy().contains(".work-"));
+    let place = |what: &str, is: &dyn Fn(&Path) -> bool| {
+        let found: Vec<_> = (0..all.len()).filter(|&i| is(all[i].1)).collect();
+        assert_eq!(found.len(), 1, "{what}: {log}");
+        found[0]
+    };
+    let ends =
+        |name: &'static str| move |p: &Path| p.ends_with(name) && p.parent().is_some_and(is_work);
+    let files = ["rank-00000.safetensors", "rank-00001.safetensors"].map(|n| place(n, &ends(n)));
+    let manifest = place("the manifest", &ends("manifest.json"));
+    let folder = place("its folder", &is_work);
+    let name = place("the folder of checkpoints", &|p| p.ends_with("c"));
+    assert!(files.iter().all(|&f| f < manifest), "the manifest is the last file: {log}");
+    assert!(manifest < folder && folder < name, "{log}");
+    assert!(all[..=folder].iter().all(|(there, _)| !there) && all[name].0, "{log}");
 }

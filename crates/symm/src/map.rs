@@ -186,18 +186,20 @@ impl Mapping {
     /// Copies `src` to `offset` of `rank`'s file.
     pub fn write(&self, rank: usize, offset: usize, src: &[u8]) {
         let dst = self.at(rank, offset, src.len());
-        // SAFETY: `dst` is valid for `src.len()` bytes and `src` is ordinary memory, so they do not
-        // overlap. No rank reads the bytes until the signal that follows (invariant 3), and no
-        // other rank writes them (one writer per region, credit-gated).
-        unsafe { std::ptr::copy_nonoverlapping(src.as_ptr(), dst.as_ptr(), src.len()) }
+        // SAFETY: `dst` is valid for `src.len()` bytes; `src` may be symmetric memory as well, so
+        // that this is a copy which allows overlap. No rank reads the bytes until the signal that
+        // follows (invariant 3), and no other rank writes them (one writer per region,
+        // credit-gated).
+        unsafe { std::ptr::copy(src.as_ptr(), dst.as_ptr(), src.len()) }
     }
 
     /// Copies from `offset` of `rank`'s file.
     pub fn read(&self, rank: usize, offset: usize, dst: &mut [u8]) {
         let src = self.at(rank, offset, dst.len());
-        // SAFETY: valid for `dst.len()` bytes, `dst` is ordinary memory. The writer released a
-        // signal after its last write and gets no credit before we are done (invariant 3).
-        unsafe { std::ptr::copy_nonoverlapping(src.as_ptr(), dst.as_mut_ptr(), dst.len()) }
+        // SAFETY: valid for `dst.len()` bytes; `dst` may be symmetric memory as well. The writer
+        // released a signal after its last write and gets no credit before we are done (invariant
+        // 3).
+        unsafe { std::ptr::copy(src.as_ptr(), dst.as_mut_ptr(), dst.len()) }
     }
 
     /// Returns the bytes at `offset` of `rank`'s file, in place.

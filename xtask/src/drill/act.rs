@@ -279,8 +279,8 @@ impl Act<'_> {
         self.compare_whole()
     }
 
-    /// Files that may not grow any more from the first step on: symmetric memory is a file, too, and
-    /// a job that has none writes no checkpoints.
+    /// Files that may not grow any more from the first step on: symmetric memory is a file, too,
+    /// and a job that has none writes no checkpoints.
     fn files(&mut self) -> Io<()> {
         let mut job = self.job(&self.words(&[], &[]))?;
         let limit = 512 * self.case.harm["limit"].as_u64().unwrap_or(0);

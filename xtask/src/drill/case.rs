@@ -233,7 +233,7 @@ mod tests {
 
     use super::*;
 
-    /// What a failure prints repeats it: nothing of a case comes from elsewhere.
+    /// A failure prints what repeats it: nothing of a case comes from elsewhere.
     #[test]
     fn seed_and_number_say_the_whole_case() {
         for devices in [Devices::None, Devices::Emulated, Devices::Gpu] {

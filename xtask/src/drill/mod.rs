@@ -1,11 +1,11 @@
 //! `cargo xtask drill`: random jobs, random harm, and a judge that knows only the harm.
 //!
 //! A case is a job of the `tilewire` command (threads or processes, 2 to 8 ranks) and one harm: a
-//! rank killed, stopped or paused, the launcher killed, output that nobody reads, limits of the system, a
-//! stranger's bytes, a damaged checkpoint, kills under `--max-restarts`. The driver (this file and
-//! `act.rs`) does it and writes down what it sees; `xtask judge`, a process of its own, gets the
-//! harm and what was seen, and nothing else (`judge.rs`). The numbers of a case follow from seed
-//! and number: a failure prints the command that repeats it.
+//! rank killed, stopped or paused, the launcher killed, output that nobody reads, limits of the
+//! system, a stranger's bytes, a damaged checkpoint, kills under `--max-restarts`. The driver (this
+//! file and `act.rs`) does it and writes down what it sees; `xtask judge`, a process of its own,
+//! gets the harm and what was seen, and nothing else (`judge.rs`). The numbers of a case follow
+//! from seed and number: a failure prints the command that repeats it.
 
 mod act;
 mod case;

@@ -370,6 +370,26 @@ fn two_signals_at_once_are_one_wish_and_one_later_kills() {
     }
 }
 
+/// The same where ranks have written more than anybody reads: the launcher's own output stands
+/// still.
+#[test]
+fn a_second_signal_ends_a_launcher_whose_output_nobody_reads() {
+    let text = "yes & trap '' INT TERM";
+    let (mut child, pids, lines) = launcher_of(text, 2);
+    let pid = rustix::process::Pid::from_child(&child);
+    // The pipe is full.
+    std::thread::sleep(Duration::from_millis(500));
+    rustix::process::kill_process(pid, Signal::INT).unwrap();
+    std::thread::sleep(Duration::from_millis(700));
+    let start = Instant::now();
+    rustix::process::kill_process(pid, Signal::TERM).unwrap();
+    assert_eq!(child.wait().unwrap().code(), Some(130));
+    // A second is what the launcher gives a reader; the grace time is three.
+    assert!(start.elapsed() < Duration::from_millis(1900), "{:?}", start.elapsed());
+    assert!(!pids.iter().any(|p| alive(p)));
+    drop(lines);
+}
+
 #[test]
 fn the_death_of_the_launcher_ends_the_ranks() {
     let (mut child, pids, _lines) = launcher();

@@ -141,3 +141,14 @@ fn numbers_are_read_as_they_were_written() {
     m.run.optim.eps = 1e-289;
     assert_eq!(open(seal(&m).unwrap().as_bytes()).unwrap().run.optim.eps, 1e-289);
 }
+
+#[test]
+fn another_version_of_the_format_is_refused_by_its_number() {
+    let mut value = serde_json::to_value(small()).unwrap();
+    value["version"] = (VERSION + 1).into();
+    // Whatever else that version may have.
+    value["run"] = serde_json::Value::Null;
+    let e = checked(&sealed(value.to_string().as_bytes())).unwrap_err();
+    let want = format!("version {}, and this program reads version {VERSION}", VERSION + 1);
+    assert!(e.contains(&want), "{e}");
+}

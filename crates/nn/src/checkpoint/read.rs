@@ -275,3 +275,34 @@ fn differences(was: &Run, is: &Run) -> Vec<Difference> {
     add("optimizer", rest(was), rest(is), false);
     out
 }
+
+#[cfg(test)]
+mod tests {
+    use super::super::manifest::tests::small;
+    use super::*;
+
+    /// Each value of a run that may change is named when it does, and only then.
+    #[test]
+    fn every_difference_is_named() {
+        let was = small().run;
+        assert!(differences(&was, &was).is_empty());
+        let changes: [(&str, fn(&mut Run)); 9] = [
+            ("seed", |r| r.seed += 1),
+            ("dtype", |r| r.dtype = "bf16".to_owned()),
+            ("grid", |r| r.grid.tp += 1),
+            ("seq", |r| r.model.seq += 1),
+            ("batch", |r| r.model.batch += 1),
+            ("task", |r| r.data.task = "text".to_owned()),
+            ("data", |r| (r.data.bytes, r.data.blake3) = (9, "0123456789".to_owned())),
+            ("lr", |r| r.optim.lr += 1.0),
+            ("optimizer", |r| r.optim.warmup += 1),
+        ];
+        for (what, change) in changes {
+            let mut is = was.clone();
+            change(&mut is);
+            let all = differences(&was, &is);
+            assert_eq!(all.iter().map(|d| d.what).collect::<Vec<_>>(), [what]);
+            assert!(all[0].was != all[0].is && all[0].keeps == (what == "seed"));
+        }
+    }
+}

@@ -359,9 +359,21 @@ mod tests {
         )
         .unwrap();
         std::os::unix::fs::symlink("nowhere", at("lost")).unwrap();
-        for name in ["file", "pipe", "lost", "none/c", "file/c"] {
+        let mut all = vec!["file", "pipe", "lost", "none/c", "file/c"];
+        // Root can make a device: that of /dev/null, under a name of ours.
+        let kind = rustix::fs::FileType::CharacterDevice;
+        let null = rustix::fs::makedev(1, 3);
+        if rustix::fs::mknodat(rustix::fs::CWD, at("device"), kind, 0o600.into(), null).is_ok() {
+            all.push("device");
+        }
+        let kinds = || -> Vec<_> {
+            all.iter().map(|n| at(n).symlink_metadata().map(|m| m.file_type()).ok()).collect()
+        };
+        let before = kinds();
+        for name in &all {
             assert!(probe(&at(name)).is_err() && Store::open(&at(name), 1).is_err(), "{name}");
         }
+        assert_eq!(kinds(), before);
         assert_eq!(fs::read(at("file")).unwrap(), b"mine");
         fs::create_dir(at("real")).unwrap();
         std::os::unix::fs::symlink("real", at("latest")).unwrap();
