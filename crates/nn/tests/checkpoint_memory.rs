@@ -39,7 +39,7 @@ fn saving_and_loading_take_64_mib_a_rank_beside_the_model() {
     };
     let all = World::run_threads(1, WorldCfg::default(), |world| {
         let solo = Grid { dp: 1, cp: 1, tp: 1 };
-        let model = Model::new(&world, (cfg.clone(), solo), Target::default(), 7, None)?;
+        let model = Model::new(&world, (cfg, solo), Target::default(), 7, None)?;
         let mut t = Trainer::new(model, TrainCfg { seed: 7, optim: AdamW::default() });
         let store = Checkpoints::open(&t.model.comm.world, &at, 1)?;
         let mut bytes = 0;
@@ -50,7 +50,6 @@ fn saving_and_loading_take_64_mib_a_rank_beside_the_model() {
         for (what, grew) in [("saving", save), ("loading", load)] {
             assert!(grew <= 64 << 20, "{what} {bytes} bytes took {grew} more");
         }
-        println!("{bytes} bytes: saving took {save} more, loading {load}");
         Ok(())
     });
     all.expect("the rank runs");

@@ -286,7 +286,8 @@ mod tests {
     fn every_difference_is_named() {
         let was = small().run;
         assert!(differences(&was, &was).is_empty());
-        let changes: [(&str, fn(&mut Run)); 9] = [
+        type Change = (&'static str, fn(&mut Run));
+        let changes: [Change; 9] = [
             ("seed", |r| r.seed += 1),
             ("dtype", |r| r.dtype = "bf16".to_owned()),
             ("grid", |r| r.grid.tp += 1),
