@@ -38,8 +38,8 @@ const TESTED: [&str; 3] = ["--workspace", "--exclude", "tilewire-python"];
 const LIMIT: Duration = Duration::from_secs(1800);
 
 /// Binaries that compute all the time and meet no deadline of seconds: they run beside the others,
-/// in this order. Emulated devices come first: the other row comes to `tilewire-ops gpu_team` late,
-/// and where the threads of both wait for each other's processors each takes twice its time.
+/// in this order. Emulated devices come first, so that less of them runs beside `tilewire-ops
+/// gpu_team`: where the threads of both wait for each other's processors each takes longer.
 const COMPUTE: [&str; 8] = [
     "tilewire-cli emulated",
     "tilewire-kernels nvrtc",

@@ -6,8 +6,8 @@
 // that an edge that is missing between two streams shows.
 //
 // Where the process lacks memory for a device, all its devices have failed, as a context has behind
-// a fault of a kernel: calls that queue work or wait for it return the code, and work that is queued
-// does nothing. A process under a limit meets it.
+// a fault of a kernel: calls that queue work or wait for it return the code, and what is queued by
+// then does nothing. A process under a limit meets it.
 
 #include <algorithm>
 #include <atomic>
