@@ -64,7 +64,7 @@ fn read(folder: &Path) -> Result<BTreeMap<String, (usize, Ranks)>> {
     {
         let bad =
             |what: String| Error::new(ErrorKind::Corrupt, format!("{}: {what}", path.display()));
-        let bytes = std::fs::read(&path).map_err(|e| Error::io(path.display(), e))?;
+        let bytes = crate::files::read(&path)?;
         let r = recorder(&bytes).map_err(bad)?;
         let size = r.size;
         let (of, ranks) = teams.entry(r.team).or_insert_with(|| (size, Ranks::new()));

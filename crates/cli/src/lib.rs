@@ -7,6 +7,7 @@ pub mod checkpoint_cmd;
 pub mod doctor;
 pub mod dump;
 pub mod ending;
+mod files;
 pub mod kernels_cmd;
 pub mod launch;
 pub mod links;

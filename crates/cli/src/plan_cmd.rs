@@ -131,8 +131,7 @@ fn describe(args: &CpAttentionArgs) -> Result<CpAttentionDesc> {
 
 /// Reads the offsets of a file.
 fn offsets(file: &Path) -> Result<Vec<usize>> {
-    let text = std::fs::read_to_string(file)
-        .map_err(|e| Error::new(ErrorKind::Io, format!("{}: {e}", file.display())))?;
+    let text = crate::files::text(file)?;
     let words = text.split(|c: char| c.is_whitespace() || ",[]".contains(c));
     let number = |w: &str| {
         let e = Error::invalid("a file of offsets has something that is no number");

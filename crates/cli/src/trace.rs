@@ -53,7 +53,7 @@ pub fn write(path: &Path, ranks: &[Value]) -> Result<()> {
 /// # Errors
 /// `Io` for files that cannot be read or written, `Corrupt` if it is not a trace.
 pub fn run(args: &crate::args::TraceArgs) -> Result<i32> {
-    let bytes = std::fs::read(&args.file).map_err(|e| Error::io(args.file.display(), e))?;
+    let bytes = crate::files::read(&args.file)?;
     let corrupt = |what: String| {
         Error::new(tilewire::core::ErrorKind::Corrupt, format!("{}: {what}", args.file.display()))
     };

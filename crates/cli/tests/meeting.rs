@@ -157,10 +157,10 @@ fn a_rank_with_another_secret_ends_the_meeting_at_once() {
         let port = free_port();
         let zero = rank((0, 3), port, secrets[0], &[]);
         let others = [1, 2].map(|r| rank((r, 3), port, secrets[r as usize], &[]));
-        let zero = fails_within(zero, 3.0);
+        let zero = fails_within(zero, 2.0);
         assert!(zero.contains(&format!("r{wrong} has another secret")), "{zero}");
         for (r, child) in (1..).zip(others) {
-            let text = fails_within(child, 3.0);
+            let text = fails_within(child, 2.0);
             let want = if r == wrong { "does not know our secret" } else { "has another secret" };
             // The store ends with rank 0.
             assert!(text.contains(want) || text.contains("rank 0, which serves it"), "{r}: {text}");
@@ -269,8 +269,7 @@ fn the_meeting_ends_at_the_limit_of_the_command() {
     }
 }
 
-/// Whoever a rank starts sees neither the secret nor the descriptor that it came by; a wrapper that
-/// closes the descriptor is named as the cause.
+/// The secret reaches a rank behind wrappers; one that closes its descriptor is named as the cause.
 #[test]
 fn a_wrapper_that_closes_the_secret_is_named() {
     let run = |script: &str, secret: Option<&str>| {

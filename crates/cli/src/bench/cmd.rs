@@ -256,7 +256,7 @@ fn print(rows: &[Row], args: &BenchArgs, commit: Option<&str>) {
 fn rows_before(args: &BenchArgs, place: &tilewire::boot::Place) -> Result<Vec<Value>> {
     let first = !worlds::launched(place) || place.rank.get() == 0;
     let Some(old) = args.compare.as_deref().filter(|_| first) else { return Ok(Vec::new()) };
-    let text = std::fs::read_to_string(old).map_err(|e| Error::io(old.display(), e))?;
+    let text = crate::files::text(old)?;
     let lines = text.lines().filter(|l| !l.trim().is_empty());
     let row = |line: &str| -> Result<Value> {
         let v: Value = serde_json::from_str(line)
