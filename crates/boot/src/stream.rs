@@ -17,7 +17,7 @@ const ATTEMPT: Duration = Duration::from_secs(2);
 
 /// Longest time for which names are looked up that the name service does not know: it may have had
 /// a moment's trouble.
-const UNKNOWN: Duration = Duration::from_secs(2);
+const UNKNOWN: Duration = Duration::from_secs(1);
 
 /// Longest time for a name service that does not answer: resolvers ask again after 5 s, when a
 /// packet was lost.

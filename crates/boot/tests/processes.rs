@@ -94,6 +94,27 @@ fn child_role() {
             }
             say(&format!("joined {}/{}", place.rank.get(), place.size));
         }
+        "guarded" => {
+            let vars: BTreeMap<String, String> = std::env::vars().collect();
+            let place = detect(&Flags::of_process(), &vars).unwrap();
+            let number = vars["_TILEWIRE_SECRET_FD"].split(':').next().unwrap().to_owned();
+            let path = format!("/proc/self/fd/{number}");
+            let secret = std::fs::read_to_string(&path).unwrap();
+            assert!(secret.len() >= 32);
+            // What a program of this rank finds.
+            let look = format!("env; ls -l /proc/self/fd; cat /proc/self/fd/{number}");
+            let seen = || {
+                let out = Command::new("bash").args(["-c", &look]).output().unwrap();
+                String::from_utf8_lossy(&[out.stdout, out.stderr].concat()).into_owned()
+            };
+            let before = seen();
+            assert!(before.contains(&secret) && before.contains("tilewire-secret"), "{before}");
+            let mesh = join_processes(&place, &Config::from_env().unwrap(), soon()).unwrap();
+            let after = seen();
+            assert!(!after.contains(&secret) && !after.contains("tilewire-secret"), "{after}");
+            assert!(after.contains("No such file or directory"), "{after}");
+            mesh.leave();
+        }
         "retry" => fail_at_every_step_and_retry(),
         other => panic!("no role of a child: {other}"),
     }
@@ -403,16 +424,28 @@ fn start_up_that_failed_at_any_step_can_be_tried_again() {
     }
 }
 
-#[test]
-fn ranks_of_the_launcher_join() {
+/// Runs three ranks that the launcher starts, each of which plays `role`.
+fn launched(role: &str) {
     let mut l = tilewire_boot::Launch::new(3, std::env::current_exe().unwrap());
     l.args = ["child_role", "--exact", "--ignored", "--nocapture"].map(Into::into).to_vec();
-    l.env = vec![("BOOT_TEST_ROLE".into(), "env".into())];
+    l.env = vec![("BOOT_TEST_ROLE".into(), role.into())];
     l.forward_signals = false;
     l.timeout = Some(Duration::from_secs(30));
     let report = l.run().unwrap();
     assert_eq!(report.code, 0, "{report:?}");
     assert_eq!(report.stragglers, 0);
+}
+
+#[test]
+fn ranks_of_the_launcher_join() {
+    launched("env");
+}
+
+/// A rank that has joined keeps the secret from the programs that it starts; one that has not
+/// cannot.
+#[test]
+fn a_child_of_a_joined_rank_cannot_read_the_secret() {
+    launched("guarded");
 }
 
 #[test]

@@ -259,7 +259,7 @@ fn a_flood_of_another_user_hardly_delays() {
         let took = start.elapsed();
         drop(child.stdin.take());
         child.wait().unwrap();
-        assert!(took < Duration::from_secs(2), "{addr}: {took:?}");
+        assert!(took < Duration::from_secs(1), "{addr}: {took:?}");
         let why = server.reasons().unwrap();
         let want = if addr == loopback() { "silent" } else { "of another user" };
         assert!(why.contains(want), "{why}");
@@ -285,15 +285,27 @@ fn the_server_knows_why_it_refused() {
     assert_eq!(why, want);
 }
 
+/// In the environment of a test that runs with another resolver.
+const UNKNOWN: &str = "BOOT_TEST_UNKNOWN";
+
 #[test]
 fn a_host_that_is_not_known_is_no_reason_to_wait() {
+    if std::env::var_os(UNKNOWN).is_none() {
+        // A name service that loses packets answers here in a second, in place of five.
+        let status = Command::new("/proc/self/exe")
+            .args(["tcp_store::tests::a_host_that_is_not_known_is_no_reason_to_wait", "--exact"])
+            .env(UNKNOWN, "")
+            .env("RES_OPTIONS", "timeout:1 attempts:1")
+            .stdout(Stdio::null())
+            .status();
+        return assert!(status.unwrap().success());
+    }
     let addr = StoreAddr::Tcp("no-such-host.invalid".to_owned(), 7000);
     let limit = Deadline::after_s(60.0);
     let e = StoreClient::connect(&addr, &Secret::from_job("j"), limit).err().unwrap();
     assert_eq!(e.kind(), ErrorKind::Unavailable, "{e}");
     assert!(e.message().contains("the host `no-such-host.invalid` was not found"), "{e}");
-    // A name service that does not answer gets the time for a second try.
-    assert!(limit.elapsed() < Duration::from_secs(8), "{:?}", limit.elapsed());
+    assert!(limit.elapsed() < Duration::from_secs(2), "{:?}", limit.elapsed());
     let e = StoreServer::bind(&addr, &Secret::random().unwrap()).err().unwrap();
     assert_eq!(e.kind(), ErrorKind::Unavailable, "{e}");
 }
