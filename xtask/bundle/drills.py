@@ -6,7 +6,8 @@ from configs import Config, program
 
 # The kinds of harm that `xtask drill --gpu` knows, and seconds in which cases of each begin: the
 # last one needs its time, too.
-HARMS = {"kill": 30, "stop": 25, "launcher": 20, "damage": 20, "restart": 15}
+HARMS = {"kill": 30, "stop": 25, "pause": 15, "meeting": 12, "launcher": 20, "full": 12}
+HARMS |= {"stranger": 15, "damage": 20, "restart": 15}
 
 
 def by_drill(rc, out):
@@ -19,7 +20,7 @@ def by_drill(rc, out):
 
 
 def drill(n):
-    """Five kinds of harm, whose seed each prints. The GPU is the first one: `n` ranks or more
+    """All kinds of harm, whose seed each prints. The GPU is the first one: `n` ranks or more
     would share it in any case."""
     for harm, seconds in HARMS.items():
         argv = [program("xtask"), "drill", "--gpu", "--program", program("tilewire")]

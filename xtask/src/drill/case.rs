@@ -79,8 +79,13 @@ const KINDS: [&str; 16] = [
 ];
 
 /// Of which those that a GPU meets: it needs memory, files and descriptors of its own, which limits
-/// of the process do not leave it.
-const ON_A_GPU: [&str; 5] = ["kill", "stop", "launcher", "damage", "restart"];
+/// of the process do not leave it. A job whose output nobody reads computes nothing.
+const ON_A_GPU: [&str; 9] =
+    ["kill", "stop", "pause", "meeting", "launcher", "full", "stranger", "damage", "restart"];
+
+/// Seconds that a job takes which ends by itself, on a busy machine.
+const TAKES: [(Devices, f64); 3] =
+    [(Devices::None, 12.0), (Devices::Emulated, 120.0), (Devices::Gpu, 40.0)];
 
 impl Case {
     pub fn new(seed: u64, number: u64, devices: Devices) -> Self {
@@ -131,8 +136,8 @@ impl Case {
             _ => (json!({ "kills": 1 + r.below(3) }), restarted(ranks, &bounded)),
         };
         let mut harm = harm;
-        harm["kind"] = json!(kind);
-        harm["ranks"] = json!(ranks);
+        (harm["kind"], harm["ranks"]) = (json!(kind), json!(ranks));
+        (harm["devices"], harm["takes"]) = (json!(slow), json!(takes(kind, devices)));
         let mut words: Vec<String> = job.split_whitespace().map(str::to_owned).collect();
         if job.contains(" train ") || job.starts_with("train ") {
             let model = if devices == Devices::Emulated { EMULATED_MODEL } else { MODEL };
@@ -188,6 +193,14 @@ impl Case {
     }
 }
 
+/// Seconds that a job takes which ends by itself. Others are asked to, and end behind the step that
+/// they are in.
+fn takes(kind: &str, devices: Devices) -> Option<f64> {
+    let ends_by_itself = ["fds", "memory", "files", "stranger", "damage"].contains(&kind);
+    let is_slow = devices != Devices::None;
+    TAKES.iter().find(|(on, _)| *on == devices && (ends_by_itself || is_slow)).map(|(_, s)| *s)
+}
+
 fn threads(ranks: u64, more: &str) -> String {
     format!("train --ranks {ranks} {more} --metrics m")
 }
@@ -211,10 +224,11 @@ fn exhausted(kind: &str, r: &mut Random, ranks: u64, devices: Devices) -> (Value
     let more = if kind == "files" || r.below(2) == 1 { save } else { String::new() };
     if kind == "full" {
         let endless = format!("--steps {ENDLESS}{more}");
-        // Emulated devices come to their first step, and to their second, in seconds.
-        let begin = if is_emulated { 25 } else { 0 };
+        // Devices come to their first step, and to their second, in seconds.
+        let begin = if devices == Devices::None { 0 } else { 25 };
         let harm = json!({ "begin": begin });
-        let job = if r.below(2) == 0 { threads(ranks, &endless) } else { process(ranks, &endless) };
+        let by_threads = r.below(2) == 0 && devices != Devices::Gpu;
+        let job = if by_threads { threads(ranks, &endless) } else { process(ranks, &endless) };
         return (harm, job);
     }
     let limit = match kind {
@@ -251,11 +265,13 @@ mod tests {
     }
 
     #[test]
-    fn every_kind_of_harm_comes_on_the_host_and_on_emulated_devices() {
+    fn every_kind_of_harm_comes() {
         for devices in [Devices::None, Devices::Emulated] {
             let kinds: BTreeSet<_> = (0..400).map(|n| Case::new(1, n, devices).harm()).collect();
             assert_eq!(kinds.len(), 13, "{kinds:?}");
         }
+        let kinds: BTreeSet<_> = (0..400).map(|n| Case::new(1, n, Devices::Gpu).harm()).collect();
+        assert_eq!(kinds, ON_A_GPU.map(str::to_owned).into());
         let verifies = |n: &u64| Case::new(1, *n, Devices::None).words.contains(&"verify".into());
         assert!((0..400).any(|n| verifies(&n)));
     }

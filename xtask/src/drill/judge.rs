@@ -4,7 +4,9 @@
 
 use serde_json::Value;
 
-/// Longest end behind a kill, in seconds: a quarter of it on an idle machine.
+/// Longest end behind a kill on the host, in seconds: three times that on an idle machine.
+const KILLED: f64 = 1.0;
+/// Longest end behind another harm, beside what the harm itself takes; behind all on devices.
 const AT_ONCE: f64 = 3.0;
 /// The launcher gives ranks this time between SIGTERM and SIGKILL.
 const GRACE: f64 = 3.0;
@@ -32,11 +34,14 @@ fn wrong(harm: &Value, seen: &Value) -> Option<String> {
         return Some("a panic, or an error that is a bug".to_owned());
     }
     let rank = harm["rank"].as_i64().unwrap_or(-1);
+    // Of jobs that end by themselves, or when they are asked to.
+    let in_time = || within(harm["takes"].as_f64().unwrap_or(0.0) + AT_ONCE);
     match harm["kind"].as_str().unwrap_or_default() {
         "kill" => {
             let signal = harm["signal"].as_i64().unwrap_or(0);
             let words = format!("rank {rank} failed first (Signaled({signal}))");
-            expect(128 + signal).or_else(|| says(&words)).or_else(|| within(AT_ONCE))
+            let limit = if harm["devices"] == true { AT_ONCE } else { KILLED };
+            expect(128 + signal).or_else(|| says(&words)).or_else(|| within(limit))
         }
         "stop" => {
             let deadline = harm["deadline"].as_f64().unwrap_or(0.0);
@@ -65,28 +70,31 @@ fn wrong(harm: &Value, seen: &Value) -> Option<String> {
             let begin = harm["begin"].as_f64().unwrap_or(0.0);
             expect(2).or_else(|| says("No space left")).or_else(|| within(begin + AT_ONCE + GRACE))
         }
-        "fds" | "memory" | "files" => limited(seen, code, err),
-        "stranger" | "pause" => expect(0).or_else(|| differs(seen)),
+        "fds" | "memory" | "files" => limited(seen, code, err).or_else(in_time),
+        "stranger" | "pause" => expect(0).or_else(|| differs(seen)).or_else(in_time),
         "damage" => {
             let file = seen["file"].as_str().unwrap_or("?");
             expect(0)
                 .or_else(|| says(file))
                 .or_else(|| says("is damaged"))
                 .or_else(|| differs(seen))
+                .or_else(in_time)
         }
-        "restart" | "steady" => {
-            let kills = harm["kills"].as_u64().unwrap_or(0) as usize;
-            let notes = err.lines().filter(|l| l.contains("ranks are started anew")).count();
-            let wrong = format!("{notes} restarts for {kills} kills");
-            let unseen = harm["kind"] == "restart" && !seen["fds"].is_array();
-            let unseen = unseen.then(|| "nobody has counted descriptors".to_owned());
-            expect(0)
-                .or_else(|| (notes != kills).then_some(wrong))
-                .or_else(|| differs(seen))
-                .or(unseen)
-        }
+        "restart" | "steady" => restarted(harm, seen, err, code).or_else(in_time),
         other => Some(format!("an unknown harm `{other}`")),
     }
+}
+
+/// A job goes on behind each kill, and ends well.
+fn restarted(harm: &Value, seen: &Value, err: &str, code: Option<i64>) -> Option<String> {
+    let kills = harm["kills"].as_u64().unwrap_or(0) as usize;
+    let notes = err.lines().filter(|l| l.contains("ranks are started anew")).count();
+    let unseen = harm["kind"] == "restart" && !seen["fds"].is_array();
+    (code != Some(0))
+        .then(|| format!("code {code:?}, not 0"))
+        .or_else(|| (notes != kills).then(|| format!("{notes} restarts for {kills} kills")))
+        .or_else(|| differs(seen))
+        .or_else(|| unseen.then(|| "nobody has counted descriptors".to_owned()))
 }
 
 /// Under a limit a job does its work, or ends with a typed error.
@@ -165,7 +173,7 @@ mod tests {
             (wrong("err", json!(text)), "nothing says `rank 2 failed first"),
             (wrong("code", json!(1)), "code Some(1), not 137"),
             (wrong("code", Value::Null), "code None"),
-            (wrong("seconds", json!(3.5)), "3.50 s"),
+            (wrong("seconds", json!(1.5)), "1.50 s, not 1"),
             (wrong("left", json!(["77 tilewire"])), "stay behind"),
             (wrong("shm", json!(["x"])), "stay behind"),
             (wrong("temp", Value::Null), "stay behind"),
@@ -176,6 +184,9 @@ mod tests {
         ] {
             assert!(lie.starts_with("wrong: ") && lie.contains(words), "{lie}, not {words}");
         }
+        // Ranks that share a device, or emulate one, take longer.
+        let on_devices = with(harm.clone(), "devices", json!(true));
+        assert_eq!(judge(&on_devices, &with(seen.clone(), "seconds", json!(1.5))), "right");
         assert_eq!(wrong("void", json!(true)), "void");
         // A case without harm shows nothing right, and what it leaves is wrong.
         let left = with(seen.clone(), "left", json!(["77 tilewire"]));
@@ -191,8 +202,11 @@ mod tests {
         assert_eq!(judge(&harm, &seen), "right");
         let lie = judge(&harm, &with(seen.clone(), "err", json!("")));
         assert!(lie.contains("nothing says `rank-00001"), "{lie}");
-        let lie = judge(&harm, &with(seen, "differs", json!("step 3")));
+        let lie = judge(&harm, &with(seen.clone(), "differs", json!("step 3")));
         assert!(lie.contains("the curve is another: step 3"), "{lie}");
+        let slow = with(seen, "seconds", json!(9.5));
+        assert!(judge(&harm, &slow).contains("9.50 s, not 3"));
+        assert_eq!(judge(&with(harm, "takes", json!(7)), &slow), "right");
     }
 
     #[test]
@@ -236,12 +250,14 @@ mod tests {
     fn limits_end_jobs_with_types() {
         let harm = json!({ "kind": "memory", "limit": 100, "ranks": 2 });
         let seen = |code: i64, err: &str| {
-            nothing_left(json!({ "code": code, "err": err, "signal": null }))
+            let seconds = if err == "slow" { 4.0 } else { 0.5 };
+            nothing_left(json!({ "code": code, "err": err, "signal": null, "seconds": seconds }))
         };
         assert_eq!(judge(&harm, &seen(2, "error: no memory")), "right");
         assert_eq!(judge(&harm, &seen(0, "")), "right");
         assert!(judge(&harm, &seen(134, "error: ")).contains("no typed end"));
         assert!(judge(&harm, &seen(2, "")).contains("no typed end"));
+        assert!(judge(&harm, &seen(0, "slow")).contains("4.00 s, not 3"));
     }
 
     #[test]
@@ -253,7 +269,10 @@ mod tests {
 
     fn restarts_of(harm: Value) {
         let note = "tilewire run: rank 1 ...: 1 of 4 ranks are started anew: 1\n";
-        let seen = |n: usize| nothing_left(json!({ "code": 0, "err": note.repeat(n), "fds": [] }));
+        let seen = |n: usize| {
+            let err = note.repeat(n);
+            nothing_left(json!({ "code": 0, "err": err, "fds": [], "seconds": 0.1 }))
+        };
         assert_eq!(judge(&harm, &seen(2)), "right");
         let leak = json!(["launcher: 9, then 10"]);
         assert!(judge(&harm, &with(seen(2), "fds", leak)).contains("descriptors leak"));
@@ -262,5 +281,6 @@ mod tests {
             assert!(uncounted.contains("nobody has counted"), "{uncounted}");
         }
         assert!(judge(&harm, &seen(1)).contains("1 restarts for 2 kills"));
+        assert!(judge(&harm, &with(seen(2), "seconds", json!(8))).contains("8.00 s, not 3"));
     }
 }
