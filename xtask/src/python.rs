@@ -145,6 +145,9 @@ fn imports<'a>(root: &Path, path: &str, python: &'a mut Command) -> &'a mut Comm
         .env("PYTHONPATH", path)
         .env("TW_PROGRAM", root.join("target/release/tilewire"))
         .env("PYTHONPYCACHEPREFIX", root.join(CACHE))
+        // Each connection to torch's store asks the name service for the name of its client, on
+        // both sides. An answer that is lost costs one second, in place of five.
+        .env("RES_OPTIONS", "timeout:1 attempts:1")
         .env_remove("PYTHONDONTWRITEBYTECODE")
 }
 
