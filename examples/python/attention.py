@@ -43,9 +43,9 @@ def main():
         mine = [shard(t).requires_grad_() for t in (q, k, v)]
         out = tw.cp_attention(*mine, cu_seqlens_q=cu)
         out.backward(shard(d_out))
-        torch.testing.assert_close(out, shard(ref), rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(out, shard(ref), rtol=1e-4, atol=1e-4)
         for got, want in zip(mine, (q, k, v)):
-            torch.testing.assert_close(got.grad, shard(want.grad), rtol=1e-3, atol=1e-3)
+            torch.testing.assert_close(got.grad, shard(want.grad), rtol=1e-4, atol=1e-4)
         if world.rank == 0:
             print(f"{cu[-1]} tokens on {world.size} ranks agree with dense attention")
     dist.destroy_process_group()

@@ -58,10 +58,10 @@ def main():
 
         ref = [dense(x[r], up, down, idx[r], weights[r]) for r in range(world.size)]
         sum(r.sum() for r in ref).backward()
-        torch.testing.assert_close(y.cpu(), ref[world.rank], rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(y.cpu(), ref[world.rank], rtol=1e-4, atol=1e-4)
         for e in range(layer.ep.num_local_experts):
             got = getattr(layer.up, f"weight{e}").grad.cpu()
-            torch.testing.assert_close(got, up.grad[first + e], rtol=1e-3, atol=1e-3)
+            torch.testing.assert_close(got, up.grad[first + e], rtol=1e-4, atol=1e-4)
         if world.rank == 0:
             print(f"{EXPERTS} experts on {world.size} ranks agree with the dense layer")
     dist.destroy_process_group()

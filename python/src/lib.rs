@@ -54,7 +54,7 @@ mod _native {
     #[pymodule_export]
     use super::ops::grouped::{grouped_dgrad, grouped_fprop, grouped_wgrad};
     #[pymodule_export]
-    use super::ops::overlap::{ag_gemm, gemm_ar, gemm_rs};
+    use super::ops::overlap::{ag_gemm, gemm_ar, gemm_rs, prepare_gemm_ar};
     #[pymodule_export]
     use super::ops::permute::RowMap;
     #[pymodule_export]

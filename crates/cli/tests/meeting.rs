@@ -54,6 +54,29 @@ fn ranks_in_namespaces_of_their_own_meet() {
     }
 }
 
+/// The kernel's boot id says which host this is; ranks of others have no memory in common.
+#[test]
+fn a_rank_of_another_host_is_refused() {
+    if !may_unshare(&["--mount"]) {
+        return did_not_run(Lack::Namespaces, "unshare --mount");
+    }
+    let dir = tempfile::tempdir().unwrap();
+    let id = dir.path().join("boot_id");
+    std::fs::write(&id, "11111111-2222-3333-4444-555555555555\n").unwrap();
+    let verify = format!("{TILEWIRE} verify --op gemm --timeout-s 20");
+    let mount = format!("mount --bind {} /proc/sys/kernel/random/boot_id", id.display());
+    let script = format!(
+        "[ $RANK = 1 ] && exec unshare --mount sh -c '{mount} && exec {verify}' || exec {verify}"
+    );
+    let mut cmd = Command::new(TILEWIRE);
+    let start = Instant::now();
+    let out = cmd.args(["run", "-n", "2", "--timeout-s", "60", "--", "sh", "-c", &script]).output();
+    let (out, took) = (out.unwrap(), start.elapsed());
+    assert_eq!(out.status.code(), Some(2), "{}", text(&out));
+    assert!(text(&out).contains("runs with another host (boot id)"), "{}", text(&out));
+    assert!(took < Duration::from_secs(5), "{took:?}");
+}
+
 #[test]
 fn a_killed_rank_in_namespaces_of_its_own_is_named() {
     let unshare = CONTAINERS[0];

@@ -7,6 +7,7 @@ use tilewire::ops::attention::{
     AttentionDesc, AttentionPlan, AttnGrads, AttnInputs, AttnMask, AttnOut, AttnSaved, BiasShape,
     Dropout, Sequences,
 };
+use tilewire::ops::collective::ReduceOp;
 use tilewire::ops::cp_attention::{CpAttentionDesc, CpAttentionPlan, CpConfig, Layout, Strategy};
 use tilewire::plans::Recipe;
 use tilewire::prelude::*;
@@ -18,6 +19,7 @@ use crate::local::{self, LocalKey};
 use crate::world::Member;
 
 use super::Form;
+use super::collective::{self, Move, rows_of};
 use super::grouped::tokens;
 
 type Object<'py> = Bound<'py, PyAny>;
@@ -245,7 +247,9 @@ impl Spec {
     }
 }
 
-/// Attention of rows that are divided among the ranks of a world.
+/// Attention of rows that are divided among the ranks of a world. With `grad` plans are made for
+/// the backward pass, too: of the bias and the sink, where they have gradients, all ranks' parts
+/// are added.
 #[pyfunction]
 pub fn cp_attention_fwd(
     py: Python<'_>,
@@ -253,10 +257,21 @@ pub fn cp_attention_fwd(
     spec: Spec,
     tensors: Tensors<'_>,
     grad: bool,
+    dbias: bool,
+    dsink: bool,
 ) -> PyResult<()> {
     let call = Call::new(py, "cp_attention", world)?;
     let (mut x, out) = inputs(&call, &tensors)?;
     call.run(py, |stream| {
+        let added = [(dbias, &x.bias), (dsink, &x.sink)];
+        for of in
+            added.into_iter().filter(|(is_needed, _)| *is_needed).filter_map(|(_, t)| t.as_ref())
+        {
+            let shape = Form::from(of).shape;
+            let (desc, _) = Move::reduce(rows_of(shape)?.0, ReduceOp::Sum)
+                .describe(Form { shape, dtype: DType::F32 })?;
+            collective::plan(&call.member, &desc, stream)?;
+        }
         let (mut desc, sequences) = spec.cp(Forms::from(&x), call.size())?;
         desc.backward = grad;
         x.sequences = Some(sequences);

@@ -326,3 +326,20 @@ pub fn gemm_ar<'py>(
     let inputs = SumArgs { x, w, bias, scale, out }.inputs(&call)?;
     run_ar(py, &call, inputs, SumParams { rows: None, kn, wire, algo, bias: bias.is_some() })
 }
+
+/// Makes the plan of a [`gemm_ar`] with tensors like these, of which it reads nothing.
+#[pyfunction]
+pub fn prepare_gemm_ar(
+    py: Python<'_>,
+    world: u64,
+    x: &Bound<'_, PyAny>,
+    w: &Bound<'_, PyAny>,
+    out: &Bound<'_, PyAny>,
+    kn: bool,
+) -> PyResult<()> {
+    let call = Call::new(py, "gemm_ar", world)?;
+    let inputs = SumArgs { x, w, bias: None, scale: None, out }.inputs(&call)?;
+    let params = SumParams { rows: None, kn, wire: None, algo: None, bias: false };
+    let (d, _, algo) = params.of(py, &call, &inputs)?;
+    call.prepare(py, |stream| ar_plan(&call.member, (GemmArDesc(d), algo), stream).map(drop))
+}

@@ -86,3 +86,26 @@ def test_a_replay_has_the_bits_of_the_eager_call(results):
 
 def test_a_capture_made_no_plan(results):
     assert [int(found["plans"]) for found in results] == [3] * SIZE
+
+
+WITHOUT = """
+import tilewire
+from tilewire import _native
+def opened():
+    with open("/proc/self/maps") as maps:
+        return any("libcuda" in line for line in maps)
+w = _native.world_of_environment("auto", None, None, 20.0, False)
+w.finalize()
+print("a world on the CPU:", opened())
+tilewire.backends()
+print("a look at what there is:", opened())
+"""
+
+
+def test_a_world_on_the_cpu_opens_no_library_of_cuda():
+    """Here one could be opened, as a look at the backends shows."""
+    if "TW_DEVICES" not in os.environ:
+        pytest.skip("needs the driver whose devices are emulated")
+    command = [sys.executable, "-c", WITHOUT]
+    out = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert out.stdout == "a world on the CPU: False\na look at what there is: True\n", out

@@ -292,6 +292,67 @@ w.finalize()
         assert "sums {2.0} 40" in out
 
 
+def test_two_threads_with_a_world_each():
+    """Nothing orders the calls of one with those of the other."""
+    outs = all_good(
+        job(
+            2,
+            """
+begin()
+worlds = [tw.init(dist.new_group(backend="gloo"), device="cpu", timeout_s=60) for _ in range(2)]
+def work(k):
+    w = torch.full((2, 8), k + 1.0)
+    for i in range(60):
+        x = torch.full((3, 8), rank + 10.0 * i, requires_grad=True)
+        y = tw.ag_gemm(x, w, worlds[k])
+        y.sum().backward()
+        want = torch.tensor([10.0 * i] * 3 + [1 + 10.0 * i] * 3) * 8 * (k + 1)
+        assert y.shape == (6, 2) and bool((y == want[:, None]).all()), (k, i, y)
+        assert bool((x.grad == 4.0 * (k + 1)).all()), (k, i, x.grad)
+        time.sleep(0.001 * ((rank + k + i) % 3))
+    done.append(k)
+done = []
+threads = [threading.Thread(target=work, args=(k,)) for k in range(2)]
+[t.start() for t in threads]; [t.join() for t in threads]
+print("done", sorted(done))
+""",
+        )
+    )
+    for out in outs:
+        assert "done [0, 1]" in out, out
+
+
+def test_other_threads_run_while_a_call_waits():
+    """A call holds no lock of the interpreter: a thread goes on while a peer is late."""
+    outs = all_good(
+        job(
+            2,
+            """
+w = begin()
+count, late = [0], threading.Event()
+def work():
+    while not late.is_set():
+        count[0] += 1; time.sleep(0.01)
+t = threading.Thread(target=work)
+ones = torch.ones
+calls = (lambda: tw.all_gather(ones(1)), lambda: tw.ag_gemm(ones(1, 8), ones(2, 8)))
+for call in calls:
+    call()
+t.start()
+for call in calls:
+    dist.barrier()
+    if rank == 1:
+        time.sleep(0.7)
+    before, start = count[0], time.monotonic()
+    call()
+    print("ran" if rank == 1 or count[0] - before > 20 else "stood", time.monotonic() - start)
+late.set(); t.join()
+""",
+        )
+    )
+    assert outs[0].count("ran") == 2 and "stood" not in outs[0], outs
+
+
 def test_ranks_that_do_not_come_are_a_timeout_not_a_hang():
     outs = all_good(
         job(

@@ -50,6 +50,20 @@ def test_no_tensor_sparse_fake_and_meta(world, device):
         tw.ag_gemm([[1.0] * 8], w)
     with pytest.raises((tilewire.InvalidArgument, NotImplementedError, RuntimeError)):
         tw.all_gather(torch.eye(3, device=device).to_sparse())
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    # Operations that no dispatcher knows would read its memory, which is not there.
+    with FakeTensorMode():
+        fake = torch.empty(2, 8, device=device)
+    idx = torch.zeros(2, 1, dtype=torch.int64, device=device)
+    buf = tw.EpGroup(num_experts=world.size, max_tokens=2, hidden=8, top_k=1).buffer()
+    for call in (
+        lambda: tw.permute(fake, idx, num_experts=1),
+        lambda: tw.ep_dispatch(buf, fake.to(torch.bfloat16), idx),
+        lambda: tw.symm_handle(tw.symm_empty(2, 8, dtype=torch.float32, group=world)).put(fake, 0),
+    ):
+        with pytest.raises((tilewire.Error, RuntimeError), match="fake|Fake"):
+            call()
     assert tw.ag_gemm(torch.zeros(2, 8, device="meta"), w.to("meta")).shape == (2 * world.size, 4)
 
 

@@ -5,6 +5,7 @@ import torch
 
 import tilewire
 import tilewire.torch as tw
+from tilewire.torch import te
 
 
 def test_a_prepared_call_makes_no_plan(world, device):
@@ -29,6 +30,57 @@ def test_a_prepared_call_makes_no_plan(world, device):
             tw.ag_gemm(mx.detach(), mw.detach())
         graph.replay()
         torch.cuda.synchronize()
+
+
+def calls(team, size):
+    """Calls with gradients on a world of ``size``: of a rank's x [4, 8]."""
+    ones, f32 = torch.ones, torch.float32
+    made = dict(device=team.device, dtype=f32, requires_grad=True)
+    w, bias, sink = ones(6, 8, **made), ones(1, 4 * size, 4 * size, **made), ones(1, **made)
+    column = te.Linear(8, 6 * size, tp_group=team, parallel_mode="column", params_dtype=f32)
+    group = tw.EpGroup(team, num_experts=size, max_tokens=4, hidden=8, top_k=1, dtype=f32)
+    idx = torch.zeros(4, 1, dtype=torch.int64, device=team.device)
+    splits = [[4 if i == j else 0 for j in range(size)] for i in range(size)]
+    buf = group.buffer()
+
+    def attention(x, **kw):
+        x = x.unsqueeze(1)
+        return tw.cp_attention(x, x, x, team, **kw)
+
+    return {
+        "ag_gemm": lambda x: tw.ag_gemm(x, w, team),
+        "gathered": lambda x: torch.cat(tw.ag_gemm(x, w, team, return_gathered=True), 1),
+        "swiglu": lambda x: tw.ag_gemm(x, w, team, activation="swiglu"),
+        "gemm_rs": lambda x: tw.gemm_rs(x.repeat(size, 1), w, team),
+        "gemm_ar": lambda x: tw.gemm_ar(x, w, team),
+        "all_gather": lambda x: tw.all_gather(x, team),
+        "reduce_scatter": lambda x: tw.reduce_scatter(x.repeat(size, 1), team),
+        "all_reduce": lambda x: tw.all_reduce(x, team),
+        "all_to_all": lambda x: tw.all_to_all(x, splits, team),
+        "cp_attention": attention,
+        "bias": lambda x: attention(x, bias=bias),
+        "sink": lambda x: attention(x, sink=sink),
+        "te.Linear": column,
+        "ep": lambda x: tw.ep_combine(buf, tw.ep_dispatch(buf, x, idx)[0]),
+    }
+
+
+NAMES = "ag_gemm gathered swiglu gemm_rs gemm_ar all_gather reduce_scatter all_reduce all_to_all"
+NAMES += " cp_attention bias sink te.Linear ep"
+
+
+@pytest.mark.parametrize("name", NAMES.split())
+def test_a_backward_pass_meets_nobody(world, device, name):
+    """The forward pass has made all plans, so the ranks' backward passes need not begin
+    together."""
+    with world.team(range(world.size)) as team:
+        x = torch.ones(4, 8, device=device, requires_grad=True)
+        call = calls(team, world.size)[name]
+        y = call(x)
+        made = tw.memory(team)["plans_made"]
+        assert made > 0 or name == "ep" or world.size == 1 and name == "te.Linear"
+        y.sum().backward()
+        assert x.grad is not None and tw.memory(team)["plans_made"] == made
 
 
 def test_other_operations(world, device):

@@ -1,5 +1,6 @@
 """``tilewire.torch.te.ep``: the cases of TransformerEngine's ``run_ep.py``, with random tokens."""
 
+import inspect
 import pickle
 
 import pytest
@@ -537,3 +538,27 @@ def test_what_does_not_fit_or_has_no_counterpart(ep_world, device, gen, begin):
         te.ep_combine(buffer(rows, bf16), torch.zeros(rows, HIDDEN, dtype=bf16, device=device))
     with pytest.raises(TypeError, match="pickled"):
         pickle.dumps(buf)
+
+
+# Names and orders of TransformerEngine 2.20's `pytorch/ep.py` (main, 2026-08-22).
+NAMES = {
+    "EpBuffer": "top_k max_tokens_per_rank hidden_dim num_local_experts recv_capacity_per_rank"
+    " alignment payload_dtype device dispatch_fwd_quant_recipe combine_bwd_quant_recipe",
+    "ep_bootstrap": "ep_group num_experts max_tokens_per_rank hidden_dim num_topk"
+    " recv_capacity_per_rank max_num_sms zero_copy drop_on_overflow max_token_dtype",
+    "is_ep_bootstrapped": "",
+    "ep_finalize": "",
+    "ep_dispatch": "buffer tokens topk_idx topk_weights recv_tokens recv_topk_weights",
+    "ep_combine": "buffer expert_out num_local_tokens grad_out",
+    "symm_mem_alloc": "shape dtype ep_group device use_pool backend",
+    "release_symm_mem_pool": "",
+    "is_symm_backed": "t",
+}
+
+
+def test_the_names_are_transformer_engines():
+    assert sorted(te.ep.__all__) == sorted(NAMES)
+    for name, words in NAMES.items():
+        args = list(inspect.signature(getattr(te.ep, name)).parameters)
+        assert args == words.split(), name
+        assert getattr(te, name) is getattr(te.ep, name)

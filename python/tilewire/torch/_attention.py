@@ -13,7 +13,8 @@ class _Attention(Differentiable):
     @staticmethod
     def forward(ctx, q, k, v, bias, sink, world, *spec):
         ctx.set_materialize_grads(False)
-        out, lse = _ops.attention(q, k, v, bias, sink, world, True, *spec)
+        added = ctx.needs_input_grad[3:5]
+        out, lse = _ops.attention(q, k, v, bias, sink, world, True, *added, *spec)
         ctx.save_for_backward(q, k, v, bias, sink, out, lse)
         ctx.args = (world, spec)
         ctx.mark_non_differentiable(lse)
@@ -38,8 +39,9 @@ class _Attention(Differentiable):
         return *grads, None, *(None for _ in spec)
 
 
-def _offsets(cu, what):
-    """Row offsets on the host. A tensor of a GPU would have to be waited for."""
+def _offsets(cu, what, above=3):
+    """Row offsets on the host. A tensor of a GPU would have to be waited for. The user's call is so
+    many calls above this one."""
     if cu is None:
         return None
     if isinstance(cu, torch.Tensor):
@@ -50,7 +52,8 @@ def _offsets(cu, what):
                 )
             import warnings
 
-            warnings.warn(f"`{what}` lies on the GPU: the call waits for it", stacklevel=3)
+            text = f"`{what}` lies on the GPU: the call waits for it"
+            warnings.warn(text, stacklevel=above + 1)
         cu = cu.tolist()
     return [int(n) for n in cu]
 
@@ -100,10 +103,10 @@ def _lengths(x, cu, size, what):
 def _run(q, k, v, world, size, kw):
     _not_of_batches(q, kw["layout"], size)
     left, right = _window(kw["causal"], kw["window"])
-    cu_q = _lengths(q, _offsets(kw["cu_seqlens_q"], "cu_seqlens_q"), size, "cu_seqlens_q")
-    cu_kv = kw["cu_seqlens_kv"]
-    cu_kv = _offsets(cu_kv, "cu_seqlens_kv") if cu_kv is not None else kw["cu_seqlens_q"]
-    cu_kv = _lengths(k, _offsets(cu_kv, "cu_seqlens_kv"), size, "cu_seqlens_kv")
+    given_q = _offsets(kw["cu_seqlens_q"], "cu_seqlens_q")
+    given_kv = _offsets(kw["cu_seqlens_kv"], "cu_seqlens_kv")
+    cu_q = _lengths(q, given_q, size, "cu_seqlens_q")
+    cu_kv = _lengths(k, given_q if given_kv is None else given_kv, size, "cu_seqlens_kv")
     softcap = kw["softcap"] or None
     spec = (cu_q, cu_kv, left, right, kw["scale"], softcap, float(kw["dropout_p"]))
     spec += (int(kw["seed"]), kw["layout"], kw["strategy"], kw["a2a_size"] or 1)
@@ -115,7 +118,7 @@ def _run(q, k, v, world, size, kw):
     if _needs_grad(q, k, v, bias, sink):
         out, lse = _Attention.run(*flat, bias, sink, world, *spec)
     else:
-        out, lse = _ops.attention(*flat, bias, sink, world, False, *spec)
+        out, lse = _ops.attention(*flat, bias, sink, world, False, False, False, *spec)
     if q.dim() == 4:
         out = out.view(*q.shape[:3], v.shape[3])
         lse = lse.view(q.shape[2], *q.shape[:2])
@@ -154,10 +157,11 @@ def attention(
     Raises:
         InvalidArgument: shapes, dtypes, devices or offsets do not fit.
     """
-    kw = dict(locals())
-    for name in ("q", "k", "v"):
-        del kw[name]
-    return _run(q, k, v, 0, 1, dict(kw, layout="contiguous", strategy=None, a2a_size=None))
+    # By their names: a compiler does not trace `locals`.
+    kw = dict(causal=causal, window=window, scale=scale, bias=bias, softcap=softcap, sink=sink)
+    kw.update(cu_seqlens_q=cu_seqlens_q, cu_seqlens_kv=cu_seqlens_kv, return_lse=return_lse)
+    kw.update(dropout_p=dropout_p, seed=seed, layout="contiguous", strategy=None, a2a_size=None)
+    return _run(q, k, v, 0, 1, kw)
 
 
 def cp_attention(
@@ -191,7 +195,8 @@ def cp_attention(
         window: (left, right): the most keys seen before and behind; -1 or None is no limit.
         cu_seqlens_q, cu_seqlens_kv: global row offsets of packed sequences, [sequences + 1], lists
             or tensors on the host; those of the queries serve for the keys, too. On a GPU they are
-            copied, with a warning, and refused during a capture.
+            copied, with a warning, and refused during a capture. The longest sequence
+            (``max_seqlen`` elsewhere) follows from them.
         scale: of the scores. Default: d ** -0.5.
         bias: [1 or heads, sq, skv] f32, added to the scores of every sequence.
         softcap: bound of the scores: softcap * tanh(scores / softcap).
@@ -213,9 +218,9 @@ def cp_attention(
     Raises:
         As :func:`ag_gemm`.
     """
-    kw = dict(locals())
-    for name in ("q", "k", "v", "group"):
-        del kw[name]
+    kw = dict(causal=causal, window=window, scale=scale, bias=bias, softcap=softcap, sink=sink)
+    kw.update(cu_seqlens_q=cu_seqlens_q, cu_seqlens_kv=cu_seqlens_kv, return_lse=return_lse)
+    kw.update(dropout_p=dropout_p, seed=seed, layout=layout, strategy=strategy, a2a_size=a2a_size)
     world = handle_of(group)
     return _run(q, k, v, world, _ops.size_of(world), kw)
 
@@ -243,7 +248,7 @@ def cp_shard(
     """
     world = handle_of(group)
     dim = 0 if dim is None else dim
-    cu = _offsets(cu_seqlens, "cu_seqlens") or [0, x.shape[dim]]
+    cu = _offsets(cu_seqlens, "cu_seqlens", 2) or [0, x.shape[dim]]
     spans = _rows(cu, layout, world, _window(causal, window))[_ops.rank_of(world)]
     return torch.cat([x.narrow(dim, a, b - a) for a, b in spans], dim).contiguous()
 
@@ -266,7 +271,7 @@ def cp_unshard(
     size = _ops.size_of(world)
     first = x.movedim(dim, 0).contiguous()
     # Parts may differ in rows by what the layout says.
-    cu = _offsets(cu_seqlens, "cu_seqlens") or [0, x.shape[dim] * size]
+    cu = _offsets(cu_seqlens, "cu_seqlens", 2) or [0, x.shape[dim] * size]
     spans = _rows(cu, layout, world, _window(causal, window))
     rows = [sum(b - a for a, b in s) for s in spans]
     parts = all_gather(first, group, rows=None if len(set(rows)) == 1 else rows)

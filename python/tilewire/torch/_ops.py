@@ -197,6 +197,25 @@ def _gemm_ar(x, w, bias, world, kn, wire, algo, scale=None):
     return out
 
 
+def _column_meta(x, w, bias, world, grad):
+    return _product(x, x.shape[0], w.shape[0])
+
+
+def _column(x, w, bias, world, grad):
+    """x w^T + bias of this rank alone. With ``grad`` the plan is made that ``gemm_ar`` needs for
+    the gradient of x: that has the form of x, and the gradient of the result that of the result."""
+    out = torch.nn.functional.linear(x, w, bias)
+    if grad:
+        base, kn = weight_order(w.t())
+        _native.prepare_gemm_ar(world, out, base, x, kn)
+    return out
+
+
+column = _define(
+    "column(Tensor x, Tensor w, Tensor? bias, int world, bool grad) -> Tensor",
+    _column,
+    _column_meta,
+)
 gemm_rs = _define(
     "gemm_rs(Tensor x, Tensor w, Tensor? bias, int world, int[]? rows, bool kn, str? wire,"
     " str? algo, bool grad, Tensor? scale=None) -> Tensor",
@@ -454,17 +473,17 @@ def _spec(cu_q, cu_kv, left, right, scale, softcap, dropout_p, seed, layout, str
     }
 
 
-def _attention_meta(q, k, v, bias, sink, world, grad, *spec):
+def _attention_meta(q, k, v, bias, sink, world, grad, dbias, dsink, *spec):
     out = q.new_empty((q.shape[0], q.shape[1], v.shape[2]), dtype=_out_dtype(q))
     return out, q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
 
 
-def _attention(q, k, v, bias, sink, world, grad, *spec):
+def _attention(q, k, v, bias, sink, world, grad, dbias, dsink, *spec):
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-    out, lse = _attention_meta(q, k, v, bias, sink, world, grad)
+    out, lse = _attention_meta(q, k, v, bias, sink, world, grad, dbias, dsink)
     tensors = {"q": q, "k": k, "v": v, "bias": bias, "sink": sink, "out": out, "lse": lse}
     if world:
-        _native.cp_attention_fwd(world, _spec(*spec), tensors, grad)
+        _native.cp_attention_fwd(world, _spec(*spec), tensors, grad, dbias, dsink)
     else:
         _native.attention_fwd(_spec(*spec), tensors)
     return out, lse
@@ -497,7 +516,7 @@ _SPEC = (
 )
 attention = _define(
     "attention(Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? sink, int world, bool grad,"
-    f" {_SPEC}) -> (Tensor, Tensor)",
+    f" bool dbias, bool dsink, {_SPEC}) -> (Tensor, Tensor)",
     _attention,
     _attention_meta,
 )

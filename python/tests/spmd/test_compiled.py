@@ -1,0 +1,65 @@
+"""`torch.compile` of every family without a break, with its gradients."""
+
+import pytest
+import torch
+from dense import leaf, randn
+from test_frameworks import FAMILIES, families
+
+import tilewire.torch as tw
+
+# Their routing is an object of ours, which no graph holds.
+BROKEN = {"ep", "permute"}
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("name", [n for n in FAMILIES if n not in BROKEN])
+def test_every_family_compiles_whole(world, device, gen, name):
+    call = families(world, device, gen)[name]
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    x = randn(gen, 4, 8)
+    got, ref = (leaf(x, torch.float32, device) for _ in range(2))
+    y, z = compiled(got), call(ref)
+    assert torch.equal(y, z)
+    y.square().sum().backward()
+    z.square().sum().backward()
+    assert ref.grad.any() and torch.equal(got.grad, ref.grad)
+    with torch.no_grad():
+        assert torch.equal(compiled(got), z)
+
+
+def test_attention_with_all_it_takes_compiles_whole(world, device, gen):
+    size, heads, d = world.size, 2, 16
+    qkv, bias = randn(gen, 3, 4, heads, d), randn(gen, heads, 4 * size, 4 * size)
+    sink = randn(gen, heads)
+    kw = dict(window=(3, -1), scale=0.2, softcap=5.0, cu_seqlens_q=[0, 4 * size])
+
+    def call(q, k, v, bias, sink):
+        return tw.cp_attention(q, k, v, bias=bias, sink=sink, return_lse=True, **kw)
+
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    found = []
+    for f in (compiled, call):
+        args = [leaf(t, torch.float32, device) for t in (*qkv, bias, sink)]
+        out, lse = f(*args)
+        out.square().sum().backward()
+        found.append([out, lse, *(a.grad for a in args)])
+    for a, b in zip(*found):
+        assert b.any() and torch.equal(a, b)
+
+
+def test_a_quantised_matrix_compiles_whole(world, device, gen):
+    x = randn(gen, 256, 256).float().to(device)
+
+    def call(x):
+        q = tw.quantize(x, "block1x128")
+        return q.data.float(), q.scales
+
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    for a, b in zip(compiled(x), call(x)):
+        assert torch.equal(a, b)
