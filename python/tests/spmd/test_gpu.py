@@ -107,7 +107,7 @@ def test_other_streams_and_memory_that_is_freed_at_once(world, device, gen):
     assert all(torch.equal(y, ref) for y in outs)
 
 
-def test_peak_memory_of_a_hundred_steps_is_at_most_that_of_dense_torch(world, device, gen):
+def test_peak_memory_of_a_hundred_steps_is_that_of_dense_torch_and_a_shard(world, device, gen):
     """On the same rows and weights; plans lie in symmetric memory, outside of torch's."""
     args = operands(world, device, gen, rows=256, k=512, n=512)
     rows, size = args[0].shape[0], world.size
@@ -132,7 +132,8 @@ def test_peak_memory_of_a_hundred_steps_is_at_most_that_of_dense_torch(world, de
         return marks[1]
 
     block(*args).sum().backward()
-    assert peak(block, 100) <= peak(dense, 20)
+    # Gathered gradients hold this rank's rows a second time.
+    assert peak(block, 100) <= peak(dense, 20) + args[0].nbytes
 
 
 def test_offsets_on_the_device_are_copied_once_with_a_warning_and_refused_in_a_capture(

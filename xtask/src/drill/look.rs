@@ -82,8 +82,9 @@ pub fn descriptors(pid: u32) -> usize {
     (0..20).map(count).min().unwrap_or(0)
 }
 
-/// Abstract Unix sockets with a name of ours that no process holds: by their inodes, of two looks,
-/// since a process may end between the table and its descriptors.
+/// Abstract Unix sockets with a name of ours that no process holds, by their inodes. A process that
+/// is ending has no descriptors to be seen before the kernel has closed them, which takes a while
+/// where it used a GPU: what is gone within [`CLOSING`] was such a one's.
 pub fn orphans() -> BTreeSet<String> {
     let look = || {
         let table = std::fs::read_to_string("/proc/net/unix").unwrap_or_default();
@@ -96,13 +97,16 @@ pub fn orphans() -> BTreeSet<String> {
         };
         table.lines().filter_map(ours).collect::<BTreeSet<String>>()
     };
-    let first = look();
-    if first.is_empty() {
-        return first;
+    let (mut found, start) = (look(), Instant::now());
+    while !found.is_empty() && start.elapsed() < CLOSING {
+        std::thread::sleep(Duration::from_millis(100));
+        found = found.intersection(&look()).cloned().collect();
     }
-    std::thread::sleep(Duration::from_millis(100));
-    first.intersection(&look()).cloned().collect()
+    found
 }
+
+/// Longest time in which the kernel closes what a process had open.
+const CLOSING: Duration = Duration::from_secs(2);
 
 /// Inodes of the sockets that a process holds.
 fn sockets_of(pid: u32) -> BTreeSet<String> {
