@@ -84,7 +84,7 @@ impl Act<'_> {
     /// Files that the job has made and that nobody has asked it for: halves of checkpoints, unless
     /// a rank was killed while it wrote one.
     fn other_files(&self) -> Vec<String> {
-        let known = ["c", "err", "m", "out", "tmp", "whole"];
+        let known = ["before", "c", "err", "m", "out", "tmp", "whole"];
         let here = look::names(&self.dir).into_iter().filter(|n| !known.contains(&&**n));
         let saved = look::names(&self.dir.join("c")).into_iter();
         let whole = |n: &str| n.starts_with("step-") || n == ".lock";
