@@ -53,6 +53,26 @@ def test_attention_with_all_it_takes_compiles_whole(world, device, gen):
         assert b.any() and torch.equal(a, b)
 
 
+@pytest.mark.parametrize("layout", ["zigzag_per_sequence", "contiguous", "balanced"])
+def test_rows_are_divided_and_put_together_in_a_graph(world, device, gen, layout):
+    size = world.size
+
+    def call(x, cu):
+        mine = tw.cp_shard(x, cu_seqlens=cu, layout=layout)
+        return mine, tw.cp_unshard(mine * 2, cu_seqlens=cu, layout=layout)
+
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    for n in (4, 6, 10):
+        cu = [0, 2 * size * n, 4 * size * n] if layout != "contiguous" else [0, 4 * size * n]
+        x = randn(gen, cu[-1], 3)
+        got, ref = (leaf(x, torch.float32, device) for _ in range(2))
+        for a, b in zip(compiled(got, cu), call(ref, cu)):
+            assert torch.equal(a, b)
+        compiled(got, cu)[1].square().sum().backward()
+        call(ref, cu)[1].square().sum().backward()
+        assert ref.grad.any() and torch.equal(got.grad, ref.grad)
+
+
 def test_a_quantised_matrix_compiles_whole(world, device, gen):
     x = randn(gen, 256, 256).float().to(device)
 

@@ -226,7 +226,14 @@ def cp_attention(
 
 
 def _rows(cu, layout, world, mask):
-    size = _ops.size_of(world)
+    if torch.compiler.is_compiling():
+        # Rows are part of a graph, which is of these offsets alone: a symbol has no text.
+        cu = [int(f"{n}") for n in cu]
+    return _rows_of(cu, layout, _ops.size_of(world), mask)
+
+
+@torch.compiler.assume_constant_result
+def _rows_of(cu, layout, size, mask):
     return [_native.cp_rows(cu, layout, (r, size), mask) for r in range(size)]
 
 
