@@ -11,11 +11,17 @@ use tilewire::ops::gemm_rs::GemmRsInputs;
 use tilewire::ops::grouped_gemm::{
     GroupedDgrad, GroupedFprop, GroupedGemmPlan, GroupedWgrad, Splits, Weights,
 };
+use tilewire::ops::permute::{
+    PermuteMap, PermutePlan, Permuted, Tokens, UnpermuteGrads, WeightedGrads,
+};
+use tilewire::ops::quant::{DequantPlan, QuantInputs, QuantPlan, Quantized};
 use tilewire::prelude::*;
 
 use super::site::{Body, Site, Slot, lock};
 use super::spec::{Op, Spec};
 use crate::ops::collective::matrix;
+use crate::ops::ep::copy_out;
+use crate::ops::quant::layout;
 
 /// The rest of a launch on the CPU: waits for it, and does what comes after.
 pub type Rest = Box<dyn FnOnce() -> Result<()> + Send>;
@@ -88,6 +94,9 @@ impl Slot {
                 call.finish(plan.launch_bwd(stream, &x, saved, grads)?)
             }
             Body::Ep(plan, handle) => call.ep(plan, handle),
+            Body::Permute(plan, map) => call.permute(plan, map),
+            Body::Quant(plan) => call.quantize(plan),
+            Body::Dequant(plan) => call.dequantize(plan),
         }
     }
 }
@@ -285,4 +294,85 @@ impl Launch<'_> {
         };
         self.then(done, after)
     }
+
+    /// Routes, and does what the call asks for with that map. On the CPU an index that is no expert
+    /// fails the call; on a GPU it makes the results NaN.
+    fn permute(&self, plan: &PermutePlan, map: &PermuteMap) -> Result<Option<Rest>> {
+        let (stream, host) = (self.stream, self.is_host());
+        // On the CPU a map is looked at when the launch has run, and the next one may have begun.
+        let map = if host { plan.map(map.tokens())? } else { map.clone() };
+        // Behind it in the stream's order: nobody waits here.
+        let _routed = plan.route(stream, &self.arg("topk_idx")?, &map)?;
+        let of = map.clone();
+        let fits = move || if host { of.check() } else { Ok(()) };
+        match self.spec.op {
+            Op::Permute => {
+                let t = self.tokens("topk_weights", self.arg("x")?, true);
+                let out = self.permuted("row_weights", self.ret("rows")?, false);
+                let done = plan.permute(stream, &map, &t, &out)?;
+                let (counts, stream) = (self.ret("counts")?, stream.clone());
+                self.then(done, move || fits().and_then(|()| count(&stream, &map, &counts)))
+            }
+            Op::PermuteBwd => {
+                let g = self.permuted("d_row_weights", self.arg("d_rows")?, true);
+                let out = self.tokens("dw", self.ret("dx")?, false);
+                self.then(plan.permute_bwd(stream, &map, &g, &out)?, fits)
+            }
+            Op::Unpermute => {
+                let (rows, w) = (self.arg("rows")?, self.optional("weights"));
+                let given = (&rows, w.as_ref());
+                self.then(plan.unpermute(stream, &map, given, &self.ret("out")?)?, fits)
+            }
+            _ => {
+                let weighted = match self.optional("weights") {
+                    None => None,
+                    Some(weights) => {
+                        let (rows, d_weights) = (self.arg("rows")?, self.ret("dw")?);
+                        Some(WeightedGrads { weights, rows, d_weights })
+                    }
+                };
+                let (d_out, d_rows) = (self.arg("d_out")?, self.ret("d_rows")?);
+                let g = UnpermuteGrads { d_out, d_rows, weighted };
+                self.then(plan.unpermute_bwd(stream, &map, &g)?, fits)
+            }
+        }
+    }
+
+    /// `x` with the weights `name`, operands or results.
+    fn tokens(&self, name: &str, x: Tensor, given: bool) -> Tokens {
+        let weights = if given { self.optional(name) } else { self.result(name) };
+        Tokens { x, weights, scales: None }
+    }
+
+    fn permuted(&self, name: &str, x: Tensor, given: bool) -> Permuted {
+        let weights = if given { self.optional(name) } else { self.result(name) };
+        Permuted { x, weights, scales: None }
+    }
+
+    /// Codes and scales, as a launch takes them.
+    fn quantized(&self, data: Tensor, scales: &Tensor) -> Result<Quantized> {
+        let scales = scales.reshape(Shape::d1(scales.shape().num_elems()))?;
+        Ok(Quantized { data, scales, layout: layout(&self.spec.params.recipe)? })
+    }
+
+    fn quantize(&self, plan: &QuantPlan) -> Result<Option<Rest>> {
+        let row = Some(self.quantized(self.ret("data")?, &self.ret("scales")?)?);
+        let t = QuantInputs { x: self.arg("x")?, row, column: None };
+        self.finish(plan.launch(self.stream, t)?)
+    }
+
+    fn dequantize(&self, plan: &DequantPlan) -> Result<Option<Rest>> {
+        let q = self.quantized(self.arg("data")?, &self.arg("scales")?)?;
+        self.finish(plan.launch(self.stream, &q, &self.ret("out")?)?)
+    }
+}
+
+/// Writes the numbers of a map to `out [experts + 2, 2]` i32, a 64-bit number in each row: rows of
+/// each expert, rows needed, copies dropped. JAX has no such numbers by default, and takes the first
+/// word of each.
+fn count(stream: &Stream, map: &PermuteMap, out: &Tensor) -> Result<()> {
+    let experts = map.m_splits().shape().num_elems();
+    copy_out(stream, &out.rows(0, experts)?, map.m_splits())?;
+    copy_out(stream, &out.rows(experts, 1)?, map.total())?;
+    copy_out(stream, &out.rows(experts + 1, 1)?, map.dropped())
 }

@@ -15,6 +15,8 @@ use tilewire::ops::ep::{EpHandle, EpPlan};
 use tilewire::ops::gemm_ar::GemmArPlan;
 use tilewire::ops::gemm_rs::GemmRsPlan;
 use tilewire::ops::grouped_gemm::GroupedGemmPlan;
+use tilewire::ops::permute::{PermuteMap, PermutePlan};
+use tilewire::ops::quant::{DequantPlan, QuantPlan};
 use tilewire::prelude::*;
 
 use super::spec::{Desc, Spec};
@@ -41,6 +43,9 @@ pub enum Body {
     Attention(AttentionPlan, Sequences),
     CpAttention(CpAttentionPlan, Sequences),
     Ep(Arc<EpPlan>, EpHandle),
+    Permute(PermutePlan, PermuteMap),
+    Quant(QuantPlan),
+    Dequant(DequantPlan),
 }
 
 /// One rank's part of a call site.
@@ -119,7 +124,8 @@ fn len_bytes(desc: &Desc, size: usize) -> usize {
         Desc::GemmAr(d, _, _) => GemmArPlan::memory(d, size),
         Desc::CpAttention(d, _, s) => CpAttentionPlan::memory(d, size, s.map(CpConfig::of)),
         Desc::Ep(d, _) => EpPlan::memory(d).symmetric,
-        Desc::Grouped(_) | Desc::Attention(..) => 0,
+        Desc::Quant(d) => QuantPlan::memory(d, size),
+        Desc::Grouped(_) | Desc::Attention(..) | Desc::Permute(_) | Desc::Dequant(_) => 0,
     }
 }
 
@@ -140,7 +146,7 @@ impl Site {
     /// `Mismatch` if another process compiles something else; what the plan reports.
     pub fn new(text: &str) -> Result<Self> {
         let spec = Spec::parse(text)?;
-        if spec.op.is_local() {
+        if spec.is_local() {
             // What is wrong is known now; the plan needs a device.
             spec.describe(1)?;
             let world = if spec.world == 0 { None } else { world(spec.world).ok() };
@@ -181,7 +187,7 @@ impl Site {
         cuda: bool,
         f: impl FnOnce(&Slot, Option<Flight>) -> Result<R>,
     ) -> Result<R> {
-        let Some(world) = self.world.as_ref().filter(|_| !self.spec.op.is_local()) else {
+        let Some(world) = self.world.as_ref().filter(|_| !self.spec.is_local()) else {
             crate::world::check_fork()?;
             let done = self.lazy(ordinal, cuda).and_then(|slot| f(&slot, None));
             return done.map_err(|e| self.failed(ordinal, e));
@@ -231,6 +237,22 @@ impl Site {
                 let plan = AttentionPlan::new(desc, None)?;
                 plan.prepare(&stream)?;
                 Body::Attention(plan, sequences)
+            }
+            Desc::Permute(desc) => {
+                let plan = PermutePlan::new(desc)?;
+                plan.prepare(&stream)?;
+                let map = plan.map(desc.max_tokens)?;
+                Body::Permute(plan, map)
+            }
+            Desc::Quant(desc) => {
+                let plan = QuantPlan::new(desc, None)?;
+                plan.prepare(&stream)?;
+                Body::Quant(plan)
+            }
+            Desc::Dequant(desc) => {
+                let plan = DequantPlan::new(desc)?;
+                plan.prepare(&stream)?;
+                Body::Dequant(plan)
             }
             _ => return Err(Error::internal("an operation with a team is made with it")),
         };
@@ -322,7 +344,12 @@ fn made(heap: &Heap, stream: &Stream, desc: Desc) -> Result<Body> {
             let handle = plan.handle()?;
             Ok(Body::Ep(Arc::new(plan), handle))
         }
-        Desc::Grouped(_) | Desc::Attention(..) => {
+        Desc::Quant(d) => {
+            let plan = grown(heap, || QuantPlan::new(d, Some(heap)))?;
+            plan.prepare(stream)?;
+            Ok(Body::Quant(plan))
+        }
+        Desc::Grouped(_) | Desc::Attention(..) | Desc::Permute(_) | Desc::Dequant(_) => {
             Err(Error::internal("an operation without a team has no heap"))
         }
     }

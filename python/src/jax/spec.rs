@@ -14,13 +14,15 @@ use tilewire::ops::ep::{EpDesc, EpHandle};
 use tilewire::ops::gemm_ar::GemmArDesc;
 use tilewire::ops::gemm_rs::GemmRsDesc;
 use tilewire::ops::grouped_gemm::GroupedDesc;
+use tilewire::ops::permute::PermuteDesc;
+use tilewire::ops::quant::{DequantDesc, QuantDesc, Scope};
 use tilewire::prelude::*;
 
 use crate::ops::attention::{Forms, Spec as Attention};
 use crate::ops::collective::{Move, reduction, rows_of};
 use crate::ops::ep::EpSpec;
 use crate::ops::overlap::{AgParams, SumParams};
-use crate::ops::{Form, grouped};
+use crate::ops::{Form, grouped, quant};
 
 #[derive(Deserialize, Clone, Copy, PartialEq, Eq, Debug)]
 #[serde(rename_all = "snake_case")]
@@ -43,6 +45,12 @@ pub enum Op {
     EpCombine,
     EpDispatchBwd,
     EpCombineBwd,
+    Permute,
+    PermuteBwd,
+    Unpermute,
+    UnpermuteBwd,
+    Quantize,
+    Dequantize,
 }
 
 impl Op {
@@ -66,19 +74,13 @@ impl Op {
             Op::EpCombine => "ep_combine",
             Op::EpDispatchBwd => "ep_dispatch_bwd",
             Op::EpCombineBwd => "ep_combine_bwd",
+            Op::Permute => "permute",
+            Op::PermuteBwd => "permute_bwd",
+            Op::Unpermute => "unpermute",
+            Op::UnpermuteBwd => "unpermute_bwd",
+            Op::Quantize => "quantize",
+            Op::Dequantize => "dequantize",
         }
-    }
-
-    /// Needs no other rank.
-    pub fn is_local(self) -> bool {
-        matches!(
-            self,
-            Op::GroupedFprop
-                | Op::GroupedDgrad
-                | Op::GroupedWgrad
-                | Op::Attention
-                | Op::AttentionBwd
-        )
     }
 }
 
@@ -104,6 +106,11 @@ pub struct Params {
     pub grad: bool,
     /// Number of an EP buffer among those of its group.
     pub buffer: u64,
+    pub num_experts: usize,
+    pub capacity: usize,
+    pub align: usize,
+    pub recipe: String,
+    pub pow2_scales: bool,
 }
 
 #[derive(Deserialize, Clone, Debug)]
@@ -134,6 +141,9 @@ pub enum Desc {
     Attention(AttentionDesc, Sequences),
     CpAttention(CpAttentionDesc, Sequences, Option<Strategy>),
     Ep(EpDesc, Option<usize>),
+    Permute(PermuteDesc),
+    Quant(QuantDesc),
+    Dequant(DequantDesc),
 }
 
 impl Operand {
@@ -148,6 +158,18 @@ impl Spec {
     pub fn parse(text: &str) -> Result<Self> {
         serde_json::from_str(text)
             .map_err(|e| Error::internal(format!("the attributes of the call cannot be read: {e}")))
+    }
+
+    /// Needs no other rank.
+    pub fn is_local(&self) -> bool {
+        match self.op {
+            Op::GroupedFprop | Op::GroupedDgrad | Op::GroupedWgrad => true,
+            Op::Attention | Op::AttentionBwd | Op::Dequantize => true,
+            Op::Permute | Op::PermuteBwd | Op::Unpermute | Op::UnpermuteBwd => true,
+            // Over axes, the tensors of all ranks have one scale.
+            Op::Quantize => self.axes.is_empty(),
+            _ => false,
+        }
     }
 
     /// Place of operand `name`.
@@ -216,6 +238,9 @@ impl Spec {
                 Ok(Desc::CpAttention(desc, sequences, spec.strategy()?))
             }
             Op::EpDispatch | Op::EpCombine | Op::EpDispatchBwd | Op::EpCombineBwd => self.ep(size),
+            Op::Permute | Op::PermuteBwd | Op::Unpermute | Op::UnpermuteBwd => self.permute(),
+            Op::Quantize => self.quantize(),
+            Op::Dequantize => self.dequantize(),
         }
     }
 
@@ -322,6 +347,70 @@ impl Spec {
         self.expect("bias", &[groups, n])?;
         desc.check()?;
         Ok(Desc::Grouped(desc))
+    }
+
+    /// Each call routes anew, so the indices are an operand of all of them.
+    fn permute(&self) -> Result<Desc> {
+        let (idx, p) = (self.form("topk_idx")?, &self.params);
+        if !matches!(idx.dtype, DType::I32 | DType::I64) {
+            return Err(Error::invalid("`topk_idx` cannot have this type")
+                .expected("i32 or i64")
+                .seen(idx.dtype));
+        }
+        let (tokens, top_k) = idx.matrix("topk_idx")?;
+        let what = match self.op {
+            Op::Permute => "x",
+            Op::PermuteBwd => "d_rows",
+            Op::Unpermute => "rows",
+            _ => "d_out",
+        };
+        let x = self.form(what)?;
+        let (_, hidden) = x.matrix(what)?;
+        let new = PermuteDesc::new(tokens, hidden, p.num_experts, top_k, x.dtype);
+        let desc = PermuteDesc { capacity: p.capacity, align: p.align, ..new };
+        // Tokens of FP8 would need scales, and have results of another type.
+        if !matches!(x.dtype, DType::F32 | DType::BF16 | DType::F16) {
+            return Err(Error::invalid(format!("`{what}` cannot have this type"))
+                .expected("f32, bf16 or f16")
+                .seen(x.dtype));
+        }
+        for name in ["x", "d_out"] {
+            self.expect(name, &[tokens, hidden])?;
+        }
+        for name in ["rows", "d_rows"] {
+            self.expect(name, &[desc.capacity, hidden])?;
+        }
+        for name in ["topk_weights", "weights"] {
+            self.expect(name, &[tokens, top_k])?;
+        }
+        self.expect("d_row_weights", &[desc.capacity])?;
+        desc.check()?;
+        Ok(Desc::Permute(desc))
+    }
+
+    fn quantize(&self) -> Result<Desc> {
+        let (x, data, p) = (self.form("x")?, self.out("data")?, &self.params);
+        let (rows, cols) = x.matrix("x")?;
+        let new = QuantDesc::new(rows, cols, x.dtype, data.dtype, quant::layout(&p.recipe)?);
+        let scope = if self.is_local() { Scope::Local } else { Scope::Team };
+        let desc = QuantDesc { pow2_scales: p.pow2_scales, scope, ..new };
+        desc.check()?;
+        Ok(Desc::Quant(desc))
+    }
+
+    fn dequantize(&self) -> Result<Desc> {
+        let (data, scales, out) = (self.form("data")?, self.form("scales")?, self.out("out")?);
+        let (rows, cols) = data.matrix("data")?;
+        let layout = quant::layout(&self.params.recipe)?;
+        let desc = DequantDesc { rows, cols, src: data.dtype, layout, out: out.dtype };
+        desc.check()?;
+        let (want, seen) = (layout.num_scales(rows, cols), scales.shape.num_elems());
+        if (want, layout.dtype()) != (seen, scales.dtype) {
+            return Err(Error::invalid("the scales are not those of the recipe")
+                .expected(format_args!("{want} of {}", layout.dtype()))
+                .seen(format_args!("{seen} of {}", scales.dtype)));
+        }
+        Ok(Desc::Dequant(desc))
     }
 
     fn attention(&self) -> Result<&Attention> {

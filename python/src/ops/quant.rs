@@ -16,7 +16,7 @@ use crate::local::{self, LocalKey};
 type Object<'py> = Bound<'py, PyAny>;
 
 /// Returns the layout of scales by the name of the recipe.
-fn layout(recipe: &str) -> Result<ScaleLayout> {
+pub fn layout(recipe: &str) -> Result<ScaleLayout> {
     match recipe {
         "tensor" => Ok(ScaleLayout::Tensor),
         "block1x128" => Ok(ScaleLayout::Block1x128),

@@ -15,7 +15,8 @@
 
 Operations are called under ``jax.shard_map`` over the mesh of a world, with all axes manual, and
 name an axis, as ``jax.lax``'s collectives do. Arrays are positional, then the axis; everything else
-is by keyword.
+is by keyword. ``grouped_gemm``, ``attention``, ``permute``, ``unpermute`` and ``quantize`` are
+local: they need no world, and may be called anywhere.
 
 The plan of a call is made when its program is compiled, together by all processes: all of them
 compile the same programs in the same order. Shapes and types that do not fit raise
@@ -39,12 +40,16 @@ from ._ops import (
     gemm_rs,
     reduce_scatter,
 )
+from ._permute import RowMap, permute, unpermute
+from ._quant import QTensor, quantize
 from ._world import World, check, init
 
 __all__ = [
     "EpBuffer",
     "EpGroup",
     "EpHandle",
+    "QTensor",
+    "RowMap",
     "Stale",
     "World",
     "ag_gemm",
@@ -62,5 +67,8 @@ __all__ = [
     "gemm_rs",
     "grouped_gemm",
     "init",
+    "permute",
+    "quantize",
     "reduce_scatter",
+    "unpermute",
 ]

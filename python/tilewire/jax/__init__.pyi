@@ -14,6 +14,8 @@ __all__ = [
     "EpBuffer",
     "EpGroup",
     "EpHandle",
+    "QTensor",
+    "RowMap",
     "Stale",
     "World",
     "ag_gemm",
@@ -31,7 +33,10 @@ __all__ = [
     "gemm_rs",
     "grouped_gemm",
     "init",
+    "permute",
+    "quantize",
     "reduce_scatter",
+    "unpermute",
 ]
 
 # An axis of the world's mesh, or several.
@@ -43,6 +48,7 @@ _Sum: TypeAlias = Literal["sum", "avg"]
 _Layout: TypeAlias = Literal["zigzag_per_sequence", "zigzag", "contiguous", "balanced"]
 _Strategy: TypeAlias = Literal["get", "ring", "all_gather", "all_to_all", "hybrid"] | None
 _Window: TypeAlias = tuple[int | None, int | None] | None
+_Recipe: TypeAlias = Literal["tensor", "block1x128", "block128x128", "mx1x32"]
 # Offsets on the host: numbers, or an array of numpy's.
 _Offsets: TypeAlias = Sequence[int] | Any | None
 
@@ -170,6 +176,61 @@ def grouped_gemm(
     x: ArrayLike, w: ArrayLike, m_splits: ArrayLike, *, bias: ArrayLike | None = None
 ) -> Array:
     """``y[rows of e] = x[rows of e] @ w[e].T + bias[e]`` for every expert e, in one launch."""
+
+@dataclasses.dataclass(frozen=True)
+class RowMap:
+    """Which row each choice of a token has: made by :func:`permute`. A pytree of two arrays."""
+
+    topk_idx: Array
+    counts: Array
+    num_experts: int
+    capacity: int
+    align: int
+    @property
+    def m_splits(self) -> Array: ...
+    @property
+    def rows(self) -> Array: ...
+    @property
+    def dropped(self) -> Array: ...
+
+def permute(
+    x: ArrayLike,
+    topk_idx: ArrayLike,
+    topk_weights: ArrayLike | None = None,
+    *,
+    num_experts: int,
+    capacity: int | None = None,
+    align: int = 1,
+) -> tuple[Array, Array | None, Array, RowMap]:
+    """Tokens in the order of their experts: (rows, their weights, m_splits, map)."""
+
+def unpermute(rows: ArrayLike, row_map: RowMap, weights: ArrayLike | None = None) -> Array:
+    """The sum over each token's choices of (weight times) its row."""
+
+@dataclasses.dataclass(frozen=True)
+class QTensor:
+    """An FP8 matrix with scales: ``value = data * scale``. Made by :func:`quantize`."""
+
+    data: Array
+    scales: Array
+    recipe: _Recipe
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def dtype(self) -> Any: ...
+    def dequantize(self, dtype: Any = ...) -> Array:
+        """The values, rounded once to ``dtype``."""
+
+def quantize(
+    x: ArrayLike,
+    recipe: _Recipe = "tensor",
+    *,
+    dtype: Any = ...,
+    pow2_scales: bool = False,
+    axis_name: _Axis | None = None,
+    world: World | None = None,
+) -> QTensor:
+    """``x`` [rows, cols] as FP8 with scales from its own magnitudes."""
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class EpGroup:
