@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use tilewire::core::ScaleLayout;
 use tilewire::device::Device;
 use tilewire::ops::ag_gemm::AgGemmInputs;
 use tilewire::ops::attention::{AttnGrads, AttnInputs, AttnOut, AttnSaved};
@@ -60,6 +61,7 @@ impl Slot {
                 let x = call.mine("x", call.arg("x")?)?;
                 let inputs = AgGemmInputs {
                     bias: call.optional("bias"),
+                    scale: call.optional("scale"),
                     gathered: call.result("gathered"),
                     aux_out: call.result("aux"),
                     ..AgGemmInputs::new(x, call.arg("w")?, call.ret("out")?)
@@ -157,8 +159,8 @@ impl Launch<'_> {
     }
 
     fn sum(&self, out: Tensor) -> Result<GemmRsInputs> {
-        let bias = self.optional("bias");
-        Ok(GemmRsInputs { bias, ..GemmRsInputs::new(self.arg("x")?, self.arg("w")?, out) })
+        let (bias, scale) = (self.optional("bias"), self.optional("scale"));
+        Ok(GemmRsInputs { bias, scale, ..GemmRsInputs::new(self.arg("x")?, self.arg("w")?, out) })
     }
 
     /// Weights of all groups, `[groups, n, k]`.
@@ -168,6 +170,28 @@ impl Launch<'_> {
             _ => w.clone(),
         };
         Ok(Weights::Packed(Operand::from(flat)))
+    }
+
+    /// Scales of `recipe`, as a launch takes them.
+    fn scales(scales: &Tensor, recipe: &str) -> Result<(Tensor, ScaleLayout)> {
+        Ok((scales.reshape(Shape::d1(scales.shape().num_elems()))?, layout(recipe)?))
+    }
+
+    /// Operand `name`, with its scales where it is of FP8.
+    fn operand(&self, name: &str, recipe: &str) -> Result<Operand> {
+        let scales = self.optional(&format!("{name}_scales"));
+        let scales = scales.map(|s| Self::scales(&s, recipe)).transpose()?;
+        Ok(Operand { data: self.arg(name)?, scales })
+    }
+
+    /// Weights of all groups, of FP8 one by one.
+    fn weights(&self) -> Result<Weights> {
+        let recipes = &self.spec.params.recipes;
+        if recipes.is_empty() {
+            return self.packed(&self.arg("w")?);
+        }
+        let each = recipes.iter().enumerate().map(|(i, r)| self.operand(&format!("w{i}"), r));
+        Ok(Weights::Discrete(each.collect::<Result<_>>()?))
     }
 
     fn grouped(&self, plan: &Arc<GroupedGemmPlan>) -> Result<Option<Rest>> {
@@ -185,8 +209,8 @@ impl Launch<'_> {
         };
         match self.spec.op {
             Op::GroupedFprop => {
-                let w = self.packed(&self.arg("w")?)?;
-                let (x, bias) = (self.arg("x")?.into(), self.optional("bias"));
+                let (w, x) = (self.weights()?, self.operand("x", &self.spec.params.recipe)?);
+                let bias = self.optional("bias");
                 let t = GroupedFprop { x, w, bias, splits, out: self.ret("out")?, aux_out: None };
                 self.then(plan.fprop(stream, t)?, fits)
             }
@@ -351,8 +375,8 @@ impl Launch<'_> {
 
     /// Codes and scales, as a launch takes them.
     fn quantized(&self, data: Tensor, scales: &Tensor) -> Result<Quantized> {
-        let scales = scales.reshape(Shape::d1(scales.shape().num_elems()))?;
-        Ok(Quantized { data, scales, layout: layout(&self.spec.params.recipe)? })
+        let (scales, layout) = Self::scales(scales, &self.spec.params.recipe)?;
+        Ok(Quantized { data, scales, layout })
     }
 
     fn quantize(&self, plan: &QuantPlan) -> Result<Option<Rest>> {
@@ -362,7 +386,7 @@ impl Launch<'_> {
     }
 
     fn dequantize(&self, plan: &DequantPlan) -> Result<Option<Rest>> {
-        let q = self.quantized(self.arg("data")?, &self.arg("scales")?)?;
+        let q = self.quantized(self.arg("data")?, &self.arg("data_scales")?)?;
         self.finish(plan.launch(self.stream, &q, &self.ret("out")?)?)
     }
 }

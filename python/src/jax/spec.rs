@@ -5,6 +5,7 @@
 //! the operations of torch use.
 
 use serde::Deserialize;
+use tilewire::core::ScaleLayout;
 use tilewire::ops::ag_gemm::AgGemmDesc;
 use tilewire::ops::attention::{AttentionDesc, Sequences};
 use tilewire::ops::collective::CollectiveDesc;
@@ -110,6 +111,8 @@ pub struct Params {
     pub capacity: usize,
     pub align: usize,
     pub recipe: String,
+    /// Of the weights of a grouped product, if they are of FP8.
+    pub recipes: Vec<String>,
     pub pow2_scales: bool,
 }
 
@@ -293,6 +296,7 @@ impl Spec {
         self.check_rows(size, "`x`", mine)?;
         self.expect("x", &[mine, desc.k])?;
         self.expect("bias", &[desc.n])?;
+        self.expect("scale", &[1])?;
         desc.check(size)?;
         Ok(Desc::AgGemm(desc, m, algo))
     }
@@ -312,6 +316,7 @@ impl Spec {
         self.check_rows(size, "the result", out.matrix("out")?.0)?;
         self.expect("x", &[rows, desc.k])?;
         self.expect("bias", &[desc.n])?;
+        self.expect("scale", &[1])?;
         if self.op == Op::GemmAr {
             let desc = GemmArDesc(desc);
             desc.check(size)?;
@@ -322,7 +327,7 @@ impl Spec {
     }
 
     fn grouped(&self) -> Result<Desc> {
-        let groups = self.form("m_splits")?.shape.num_elems();
+        let (groups, p) = (self.form("m_splits")?.shape.num_elems(), &self.params);
         let rows_cols = |f: Form, what| f.matrix(what);
         let (a, b, dtype) = match self.op {
             Op::GroupedFprop => {
@@ -345,6 +350,14 @@ impl Spec {
         }
         self.expect("w", &[groups, n, k])?;
         self.expect("bias", &[groups, n])?;
+        if self.arg("x_scales").is_some() {
+            self.scaled("x", &p.recipe)?;
+        }
+        for (i, recipe) in p.recipes.iter().enumerate() {
+            let w = format!("w{i}");
+            self.expect(&w, &[n, k])?;
+            self.scaled(&w, recipe)?;
+        }
         desc.check()?;
         Ok(Desc::Grouped(desc))
     }
@@ -399,18 +412,31 @@ impl Spec {
     }
 
     fn dequantize(&self) -> Result<Desc> {
-        let (data, scales, out) = (self.form("data")?, self.form("scales")?, self.out("out")?);
+        let (data, layout) = self.scaled("data", &self.params.recipe)?;
         let (rows, cols) = data.matrix("data")?;
-        let layout = quant::layout(&self.params.recipe)?;
-        let desc = DequantDesc { rows, cols, src: data.dtype, layout, out: out.dtype };
+        let out = self.out("out")?.dtype;
+        let desc = DequantDesc { rows, cols, src: data.dtype, layout, out };
         desc.check()?;
+        Ok(Desc::Dequant(desc))
+    }
+
+    /// The codes of operand `name`, whose scales are `name_scales`, if both are of the recipe.
+    fn scaled(&self, name: &str, recipe: &str) -> Result<(Form, ScaleLayout)> {
+        let (data, scales) = (self.form(name)?, self.form(&format!("{name}_scales"))?);
+        let (rows, cols) = data.matrix(name)?;
+        if !data.dtype.is_fp8() {
+            return Err(Error::invalid(format!("the codes of `{name}` are not of FP8"))
+                .expected("f8e4m3 or f8e5m2")
+                .seen(data.dtype));
+        }
+        let layout = quant::layout(recipe)?;
         let (want, seen) = (layout.num_scales(rows, cols), scales.shape.num_elems());
         if (want, layout.dtype()) != (seen, scales.dtype) {
-            return Err(Error::invalid("the scales are not those of the recipe")
+            return Err(Error::invalid(format!("the scales of `{name}` are not of {recipe}"))
                 .expected(format_args!("{want} of {}", layout.dtype()))
                 .seen(format_args!("{seen} of {}", scales.dtype)));
         }
-        Ok(Desc::Dequant(desc))
+        Ok((data, layout))
     }
 
     fn attention(&self) -> Result<&Attention> {

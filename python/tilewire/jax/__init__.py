@@ -24,7 +24,8 @@ compile the same programs in the same order. Shapes and types that do not fit ra
 comes through XLA as an exception of JAX's with our text; :func:`check` raises it as it is.
 
 There are no forward-mode derivatives, no second derivatives but those of the collectives, and no
-``jax.vmap``, and programs cannot be exported: all of these raise :class:`tilewire.Unsupported`.
+``jax.vmap``, and programs cannot be exported: all of these raise :class:`tilewire.Unsupported`. A
+:class:`QTensor`, and what is computed from it, has no gradient.
 """
 
 from .._errors import Stale

@@ -88,8 +88,8 @@ def check(world: World | None = None) -> None:
 
 @overload
 def ag_gemm(
-    x: ArrayLike,
-    w: ArrayLike,
+    x: ArrayLike | QTensor,
+    w: ArrayLike | QTensor,
     axis_name: _Axis,
     *,
     bias: ArrayLike | None = None,
@@ -115,8 +115,8 @@ def ag_gemm(
     """``act(all_gather(x) @ w.T + bias)``: the column-parallel linear layer."""
 
 def gemm_rs(
-    x: ArrayLike,
-    w: ArrayLike,
+    x: ArrayLike | QTensor,
+    w: ArrayLike | QTensor,
     axis_name: _Axis,
     *,
     bias: ArrayLike | None = None,
@@ -128,8 +128,8 @@ def gemm_rs(
     """``reduce_scatter(x @ w.T) + bias``: the row-parallel linear layer."""
 
 def gemm_ar(
-    x: ArrayLike,
-    w: ArrayLike,
+    x: ArrayLike | QTensor,
+    w: ArrayLike | QTensor,
     axis_name: _Axis,
     *,
     bias: ArrayLike | None = None,
@@ -173,7 +173,11 @@ def all_to_all(
     """Rows to and from every rank: ``splits[i][j]`` rows go from rank i to rank j."""
 
 def grouped_gemm(
-    x: ArrayLike, w: ArrayLike, m_splits: ArrayLike, *, bias: ArrayLike | None = None
+    x: ArrayLike | QTensor,
+    w: ArrayLike | Sequence[QTensor],
+    m_splits: ArrayLike,
+    *,
+    bias: ArrayLike | None = None,
 ) -> Array:
     """``y[rows of e] = x[rows of e] @ w[e].T + bias[e]`` for every expert e, in one launch."""
 
@@ -214,6 +218,7 @@ class QTensor:
     data: Array
     scales: Array
     recipe: _Recipe
+    axes: tuple[str, ...] = ()
     @property
     def shape(self) -> tuple[int, ...]: ...
     @property

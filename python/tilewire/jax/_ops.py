@@ -18,6 +18,7 @@ import jax.numpy as jnp
 
 from .._errors import InvalidArgument
 from ._call import call, is_tracked, mask_rows, vary
+from ._quant import QTensor, fp8_operands, without_gradient
 from ._world import team_of
 
 
@@ -279,6 +280,14 @@ def _operands(x, w, bias):
     return x, w, bias
 
 
+def _scaled(op, x, w, bias, axes=()):
+    """Operands and, of QTensors, what multiplies their product; else None."""
+    scale = None
+    if isinstance(x, QTensor) or isinstance(w, QTensor):
+        x, w, bias, scale = fp8_operands(op, x, w, bias, axes)
+    return (*_operands(x, w, bias), scale)
+
+
 def matmul(a, b, dtype):
     """``a @ b``, added in f32."""
     return jnp.matmul(a, b, preferred_element_type=jnp.float32).astype(dtype)
@@ -305,17 +314,22 @@ def _act_gradient(dy, aux, act):
     return dz.astype(dy.dtype)
 
 
-def _ag(s, x, w, bias, gathered, aux):
+def _product_type(x):
+    """The type of products: codes of FP8 are multiplied to bf16."""
+    return jnp.bfloat16 if x.dtype.itemsize == 1 else x.dtype
+
+
+def _ag(s, x, w, bias, gathered, aux, scale=None):
     params = s.more()
     m = x.shape[0] * s.team[2] if "rows" not in params else sum(params["rows"])
     n = w.shape[0]
-    rets = {"out": ((m, n // 2 if params.get("act") == "swiglu" else n), x.dtype)}
+    rets = {"out": ((m, n // 2 if params.get("act") == "swiglu" else n), _product_type(x))}
     if gathered:
         rets["gathered"] = ((m, x.shape[1]), x.dtype)
     if aux:
         rets["aux"] = ((m, n), x.dtype)
     params.pop("returned", None)
-    args = {"x": x, "w": w, "bias": bias}
+    args = {"x": x, "w": w, "bias": bias, "scale": scale}
     return call("ag_gemm", args, rets, team=s.team, params=params)
 
 
@@ -347,6 +361,7 @@ def _ag_gemm_bwd(s, saved, d):
 
 
 _ag_gemm.defvjp(_ag_gemm_fwd, _ag_gemm_bwd)
+_ag_fp8 = without_gradient("ag_gemm", lambda s, x, w, b, q: _ag(s, x, w, b, False, False, q)["out"])
 
 
 def ag_gemm(
@@ -366,8 +381,9 @@ def ag_gemm(
     Each rank sends its rows in chunks and multiplies those of the others as they come.
 
     Args:
-        x: my rows, [m / P, k] or [m / P, ..., k]; f32, bf16 or f16.
-        w: my part of the weight, [n, k], of x's dtype.
+        x: my rows, [m / P, k] or [m / P, ..., k]; f32, bf16 or f16. Or a :class:`QTensor` [m / P,
+            k], quantized with this axis; then the result is bf16 and has no gradient.
+        w: my part of the weight, [n, k], of x's dtype. A QTensor with one scale if x is one.
         axis_name: an axis of the world's mesh, or a tuple of axes, as in ``jax.lax``.
         bias: [n].
         activation: None, "relu", "gelu" (tanh form) or "swiglu" (halves of n: silu(first) *
@@ -385,24 +401,31 @@ def ag_gemm(
         InvalidArgument: shapes, types or axes do not fit; when the call is traced.
     """
     team = team_of(axis_name, world)
-    x, w, bias = vary(team[1], *_operands(x, w, bias))
+    # The rows of all ranks meet my weight, and are multiplied by the product of my scales.
+    shared = team[1] if team[2] > 1 else ()
+    x, w, bias, scale = vary(team[1], *_scaled("ag_gemm", x, w, bias, shared))
+    if scale is not None and return_gathered:
+        raise InvalidArgument("ag_gemm: a gathered QTensor is not returned: use all_gather")
     shape = x.shape
     rows = _rows(rows, team[2], shape[0], "`x`")
     rows = None if rows is None else [r * _inner(shape) for r in rows]
     params = dict(act=activation, rows=rows, algo=algo, returned=return_gathered)
+    if scale is not None:
+        return _ag_fp8(static(team, **params), x, w, bias, scale)
     y = _ag_gemm(static(team, **params), flat(x), w, bias)
     y, gathered = y if return_gathered else (y, None)
     y = _folded(y, shape)
     return (y, _folded(gathered, shape)) if return_gathered else y
 
 
-def _rs(s, x, w, bias):
+def _rs(s, x, w, bias, scale=None):
     params = s.more()
     n = w.shape[1] if params.get("kn") else w.shape[0]
     rows = params.get("rows")
     most = x.shape[0] // s.team[2] if rows is None else max(rows)
-    rets = {"out": ((most, n), x.dtype)}
-    out = call("gemm_rs", {"x": x, "w": w, "bias": bias}, rets, team=s.team, params=params)
+    rets = {"out": ((most, n), _product_type(x))}
+    args = {"x": x, "w": w, "bias": bias, "scale": scale}
+    out = call("gemm_rs", args, rets, team=s.team, params=params)
     return _masked(out["out"], rows, s.team)
 
 
@@ -429,6 +452,7 @@ def _ag_kn(s, x, w):
 
 
 _gemm_rs.defvjp(lambda s, x, w, b: (_rs(s, x, w, b), (x, w, b)), _gemm_rs_bwd)
+_rs_fp8 = without_gradient("gemm_rs", _rs)
 
 
 def gemm_rs(x, w, axis_name, *, bias=None, rows=None, wire=None, algo=None, world=None):
@@ -438,8 +462,9 @@ def gemm_rs(x, w, axis_name, *, bias=None, rows=None, wire=None, algo=None, worl
     ranks, so the same call gives the same bits each time.
 
     Args:
-        x: [m, k] or [m, ..., k], k the part of this rank.
-        w: [n, k].
+        x: [m, k] or [m, ..., k], k the part of this rank. Or a :class:`QTensor` [m, k] with one
+            scale; then the result is bf16 and has no gradient.
+        w: [n, k]. A QTensor with one scale if x is one.
         bias: [n], which each rank adds to its own rows.
         rows: rows that each rank gets along the first dimension. Default: as even as possible.
             Where they differ, the result has as many rows as the largest, and is zero behind those
@@ -454,18 +479,21 @@ def gemm_rs(x, w, axis_name, *, bias=None, rows=None, wire=None, algo=None, worl
         As :func:`ag_gemm`.
     """
     team = team_of(axis_name, world)
-    x, w, bias = vary(team[1], *_operands(x, w, bias))
+    x, w, bias, scale = vary(team[1], *_scaled("gemm_rs", x, w, bias))
     shape = x.shape
     _, rows = _own_rows(shape[0], team[2], rows)
     rows = None if rows is None else [r * _inner(shape) for r in rows]
     s = static(team, rows=rows, wire=wire, algo=algo)
+    if scale is not None:
+        return _rs_fp8(s, x, w, bias, scale)
     return _folded(_gemm_rs(s, flat(x), w, bias), shape)
 
 
-def _ar(s, x, w, bias):
-    rets = {"out": ((x.shape[0], w.shape[0]), x.dtype)}
+def _ar(s, x, w, bias, scale=None):
+    rets = {"out": ((x.shape[0], w.shape[0]), _product_type(x))}
     more = dict(team=s.team, params=s.more(), invariant=s.tracked)
-    return call("gemm_ar", {"x": x, "w": w, "bias": bias}, rets, **more)["out"]
+    args = {"x": x, "w": w, "bias": bias, "scale": scale}
+    return call("gemm_ar", args, rets, **more)["out"]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -486,6 +514,7 @@ def _gemm_ar_bwd(s, saved, dy):
 
 
 _gemm_ar.defvjp(lambda s, x, w, b: (_ar(s, x, w, b), (x, w, b)), _gemm_ar_bwd)
+_ar_fp8 = without_gradient("gemm_ar", _ar)
 
 
 def gemm_ar(x, w, axis_name, *, bias=None, wire=None, algo=None, world=None):
@@ -502,6 +531,8 @@ def gemm_ar(x, w, axis_name, *, bias=None, wire=None, algo=None, world=None):
         As :func:`ag_gemm`.
     """
     team = team_of(axis_name, world)
-    x, w, bias = vary(team[1], *_operands(x, w, bias))
+    x, w, bias, scale = vary(team[1], *_scaled("gemm_ar", x, w, bias))
     s = static(team, is_tracked(team[1], x), wire=wire, algo=algo)
+    if scale is not None:
+        return _ar_fp8(s, x, w, bias, scale)
     return _folded(_gemm_ar(s, flat(x), w, bias), x.shape)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from .._errors import InvalidArgument
+from .._errors import InvalidArgument, Mismatch
 from ._call import call, vary
 from ._world import team_of
 
@@ -31,40 +31,45 @@ def _scales_of(recipe, rows, cols):
     return shapes[recipe], jnp.float32
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _quantize(s, x):
+def without_gradient(name, f, text="products of QTensors have no gradients"):
+    """``f(static, *arrays)``, which raises where a derivative of it is needed."""
+
+    def fwd(*_):
+        raise InvalidArgument(f"{name}: {text}")
+
+    def bwd(*_):
+        raise AssertionError("the forward pass has raised")
+
+    g = jax.custom_vjp(f, nondiff_argnums=(0,))
+    g.defvjp(fwd, bwd)
+    return g
+
+
+def _codes(s, x):
     rets = {"data": (x.shape, s.dtype), "scales": _scales_of(s.recipe, *x.shape)}
     params = dict(recipe=s.recipe, pow2_scales=s.pow2_scales)
     out = call("quantize", {"x": x}, rets, team=s.team, params=params)
     return out["data"], out["scales"]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _dequantize(s, data, scales):
+def _values(s, data, scales):
     rets = {"out": (data.shape, s.dtype)}
-    args = {"data": data, "scales": scales}
+    args = {"data": data, "data_scales": scales}
     return call("dequantize", args, rets, params=dict(recipe=s.recipe))["out"]
 
 
-def _refuses(name, text):
-    """The forward pass of a derivative: JAX asks for it only where one is needed."""
-
-    def fwd(*_):
-        raise InvalidArgument(f"{name}: a QTensor has no gradient: {text}")
-
-    return fwd
-
-
-def _never(*_):
-    raise AssertionError("the forward pass has raised")
-
-
-_quantize.defvjp(_refuses("quantize", "pass jax.lax.stop_gradient(x)"), _never)
-_dequantize.defvjp(_refuses("dequantize", "pass jax.lax.stop_gradient of its arrays"), _never)
+_quantize = without_gradient(
+    "quantize", _codes, "a QTensor has no gradient: pass jax.lax.stop_gradient(x)"
+)
+_dequantize = without_gradient(
+    "dequantize", _values, "a QTensor has no gradient: use jax.lax.stop_gradient"
+)
 
 
 @functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["data", "scales"], meta_fields=["recipe"]
+    jax.tree_util.register_dataclass,
+    data_fields=["data", "scales"],
+    meta_fields=["recipe", "axes"],
 )
 @dataclasses.dataclass(frozen=True)
 class QTensor:
@@ -77,11 +82,14 @@ class QTensor:
             ceil(cols / 128)] f32 ("block128x128"); [rows, ceil(cols / 32)] float8_e8m0fnu
             ("mx1x32").
         recipe: one of these names.
+        axes: axes of the world's mesh along which all ranks have this scale; empty if it is this
+            array's own.
     """
 
     data: jax.Array
     scales: jax.Array
     recipe: str
+    axes: tuple = ()
 
     @property
     def shape(self):
@@ -112,15 +120,16 @@ def quantize(
     Args:
         x: [rows, cols]; f32, bf16 or f16.
         recipe: "tensor" (one f32 scale), "block1x128", "block128x128" (f32), or "mx1x32" (powers of
-            two).
+            two). The comm+GEMM operations take "tensor", and :func:`grouped_gemm` takes all.
         dtype: jnp.float8_e4m3fn or jnp.float8_e5m2.
         pow2_scales: f32 scales are powers of two.
         axis_name: with "tensor": one scale for the arrays of all ranks along this axis of the
-            world's mesh, or tuple of axes. Collective then.
+            world's mesh, or tuple of axes, as :func:`ag_gemm` needs. Collective then; each rank has
+            as many rows.
         world: a World; None is the first one.
 
     Returns:
-        QTensor: it has no gradient.
+        QTensor: it has no gradient, and neither has what is computed from it.
 
     Raises:
         InvalidArgument: ``x`` is no matrix, or its gradient is asked for; the recipe or type is
@@ -142,4 +151,24 @@ def quantize(
     team = None if axis_name is None else team_of(axis_name, world)
     (x,) = vary(() if team is None else team[1], x)
     data, scales = _quantize(_Static(team, recipe, name, bool(pow2_scales)), x)
-    return QTensor(data, scales, recipe)
+    return QTensor(data, scales, recipe, () if team is None else tuple(team[1]))
+
+
+def fp8_operands(op, x, w, bias, axes=()):
+    """Codes and bias of a matmul's operands, and the product of their scales; ``axes`` are those
+    whose ranks' rows meet one weight."""
+    if not (isinstance(x, QTensor) and isinstance(w, QTensor)):
+        raise InvalidArgument(f"{op}: x and w must both be QTensors, or none of them")
+    for what, t in (("x", x), ("w", w)):
+        if t.recipe != "tensor" or t.scales.shape != (1,) or t.dtype.name not in _FP8:
+            raise InvalidArgument(
+                f"{op}: {what} has {t.recipe} scales {t.scales.shape} of {t.dtype.name}; FP8 with"
+                ' one for the array is expected: quantize(..., "tensor")'
+            )
+    if not set(axes) <= set(x.axes):
+        raise Mismatch(
+            f"{op}: x has a scale of its own, and its rows meet those of other ranks: quantize it"
+            f" with axis_name={axes if len(axes) > 1 else axes[0]!r}"
+        )
+    bias = None if bias is None else jnp.asarray(bias).astype(jnp.float32)
+    return x.data, w.data, bias, x.scales * w.scales
