@@ -392,8 +392,8 @@ impl Launch<'_> {
 }
 
 /// Writes the numbers of a map to `out [experts + 2, 2]` i32, a 64-bit number in each row: rows of
-/// each expert, rows needed, copies dropped. JAX has no such numbers by default, and takes the first
-/// word of each.
+/// each expert, rows needed, copies dropped. JAX has no such numbers by default, and takes the
+/// first word of each.
 fn count(stream: &Stream, map: &PermuteMap, out: &Tensor) -> Result<()> {
     let experts = map.m_splits().shape().num_elems();
     copy_out(stream, &out.rows(0, experts)?, map.m_splits())?;

@@ -17,7 +17,7 @@ from tilewire import _native
 
 SIZE, RELAXED = 2, 2
 cuda = ctypes.CDLL("libcuda.so.1")
-NUMPY = {"f32": np.float32, "i32": np.int32, "u8": np.uint8}
+NUMPY = {"f32": np.float32, "i32": np.int32, "u8": np.uint8, "f8e4m3": np.uint8}
 
 
 def checked(name, *args):
@@ -63,6 +63,69 @@ def on_all(f):
         raise failed[0]
 
 
+CAPACITY, EXPERTS = 16, 4
+
+
+def local_shapes(tokens, k):
+    """Of the calls that need no other device, and of the gradients."""
+    f32 = lambda *shape: ("f32", shape)  # noqa: E731
+    shapes = {"own": f32(CAPACITY, k), "own_w": f32(CAPACITY), "gate": f32(tokens, 2)}
+    shapes |= {"counts": ("i32", (EXPERTS + 2, 2)), "again": f32(tokens, k)}
+    shapes |= {"dx": f32(tokens, k), "dw": f32(tokens, 2), "d_own": f32(CAPACITY, k)}
+    shapes |= {"d_gate": f32(tokens, 2), "codes": ("f8e4m3", (tokens, k)), "scale": f32(1)}
+    shapes |= {"scales": f32(tokens, 1), "fine": ("f8e4m3", (tokens, k))}
+    return shapes | {"values": f32(tokens, k)}
+
+
+def local_calls(program):
+    """There and back with a map that each call makes anew, and FP8: of all devices, and of one."""
+    p = dict(axes=[], params=dict(num_experts=EXPERTS, capacity=CAPACITY, align=2))
+    idx, fine = {"topk_idx": "idx"}, dict(recipe="block1x128")
+    there = {**idx, "x": "tokens", "topk_weights": "gate"}
+    own = {"rows": "own", "row_weights": "own_w", "counts": "counts"}
+    back = {**idx, "rows": "own", "weights": "gate"}
+    return [
+        program("permute", there, own, **p),
+        program("unpermute", back, {"out": "again"}, **p),
+        program(
+            "permute_bwd",
+            {**idx, "d_rows": "own", "d_row_weights": "own_w"},
+            {"dx": "dx", "dw": "dw"},
+            **p,
+        ),
+        program(
+            "unpermute_bwd",
+            {**idx, "d_out": "tokens", "weights": "gate", "rows": "own"},
+            {"d_rows": "d_own", "dw": "d_gate"},
+            **p,
+        ),
+        program(
+            "quantize",
+            {"x": "tokens"},
+            {"data": "codes", "scales": "scale"},
+            params=dict(recipe="tensor"),
+        ),
+        program(
+            "quantize",
+            {"x": "tokens"},
+            {"data": "fine", "scales": "scales"},
+            axes=[],
+            params=fine,
+        ),
+        program(
+            "dequantize",
+            {"data": "fine", "data_scales": "scales"},
+            {"out": "values"},
+            axes=[],
+            params=fine,
+        ),
+    ]
+
+
+RESULTS = ("whole", "products", "sums", "back", "own", "own_w", "again", "dx", "dw", "d_own")
+RESULTS += ("d_gate", "scale", "scales", "values", "counts")
+
+
 def programs(xla, numbers):
     """Shapes of all arrays by name, and what a step calls: programs and the names of their
     arrays."""
@@ -103,6 +166,8 @@ def programs(xla, numbers):
             params={"buffer": 1},
         ),
     ]
+    shapes |= local_shapes(tokens, k)
+    calls += local_calls(program)
     if capacity != recv:
         raise RuntimeError("expert-major rows are those that come")
     return shapes, calls
@@ -132,17 +197,18 @@ def main():
         mine = arrays[device] = {n: Raw(*s) for n, s in shapes.items()}
         mine["w"].write(numbers["w"][device])
         mine["tokens"].write(numbers["tokens"][device])
-        results = ("whole", "products", "sums", "back")
+        mine["gate"].write(numbers["gate"][device])
         graph, exec_, stream = c_void_p(), c_void_p(), streams[device]
 
         def look(i, how):
             mine["x"].write(numbers["x"][i, device])
             mine["idx"].write(numbers["idx"][device] if i == 0 else numbers["idx"][device][::-1])
-            for n in results:
-                mine[n].write(np.full(mine[n].dims, np.nan))
+            for n in RESULTS:
+                nothing = np.nan if mine[n].dtype == "f32" else -1
+                mine[n].write(np.full(mine[n].dims, nothing))
             how()
             checked("cuStreamSynchronize", stream)
-            return {n: mine[n].read() for n in results}
+            return {n: mine[n].read() for n in RESULTS}
 
         found = [look(i, lambda: step(device)) for i in range(2)]
         checked("cuStreamBeginCapture_v2", stream, RELAXED)
@@ -150,7 +216,7 @@ def main():
         checked("cuStreamEndCapture", stream, byref(graph))
         checked("cuGraphInstantiateWithFlags", byref(exec_), graph, c_uint64(0))
         found += [look(i, lambda: checked("cuGraphLaunch", exec_, stream)) for i in range(2)]
-        for n in results:
+        for n in RESULTS:
             out[f"{n}{device}"] = np.stack([f[n] for f in found])
 
     on_all(rank)

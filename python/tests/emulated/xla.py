@@ -10,7 +10,7 @@ from tilewire import _native
 INSTANTIATE, INITIALIZE, EXECUTE = 0, 2, 3
 BUFFER, STRING = 1, 4
 # XLA's numbers of element types, and ours.
-TYPES = {"f32": (11, 4), "i32": (4, 4), "u8": (6, 1)}
+TYPES = {"f32": (11, 4), "i32": (4, 4), "u8": (6, 1), "f8e4m3": (20, 1)}
 
 
 def struct(name, *fields):
@@ -136,12 +136,15 @@ class Xla:
     def compiled(self, op, args, rets, **more):
         """A program whose one call is ``op``; operands and results by name: (dtype, shape)."""
         self.calls += 1
-        spec = dict(op=op, world=1, site=self.calls, axes=["x"], **more)
+        spec = dict(op=op, world=1, site=self.calls, **{"axes": ["x"], **more})
         for key, named in (("args", args), ("rets", rets)):
             parts = [{"name": n, "dtype": d, "shape": list(s)} for n, (d, s) in named.items()]
             spec[key] = parts
         call = self.calls
         self.enter(INSTANTIATE, "instantiate", call * 16, text=json.dumps(spec))
+        for device in range(len(self.streams)):
+            # On each device before its first execution: what has no team is made then.
+            self.enter(INITIALIZE, "initialize", call * 16 + device + 1)
 
         def run(device, *tensors):
             ctx, num = call * 16 + device + 1, len(args)

@@ -333,8 +333,8 @@ def test_experts_between_them(world, mesh, rng):
 
     mine = put(mesh, idx, ALL)
     args = [put(mesh, a, ALL, "float32") for a in (x, w, gate)]
-    g = lambda *a: jax.shard_map(f, mesh=mesh, in_specs=(ALL,) * 4, out_specs=ALL)(*a, mine)  # noqa: E731
-    y, back = jax.vjp(jax.jit(g), *args)
+    sm = jax.shard_map(f, mesh=mesh, in_specs=(ALL,) * 4, out_specs=ALL)
+    y, back = jax.vjp(jax.jit(lambda *a: sm(*a, mine)), *args)
     got = back(put(mesh, dy, ALL, "float32"))
     refs = [dense_vjp(dense(idx[r]), (x[r], w[r], gate[r]), dy[r]) for r in range(n)]
     close(y, np.stack([r[0] for r in refs]), "y")
