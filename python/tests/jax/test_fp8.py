@@ -138,7 +138,7 @@ def test_experts_on_each_device(world, mesh, rng):
     want = x.copy()
     for i in range(layers):
         chosen = (idx[..., None] == np.arange(experts)).sum(2)
-        want = want + np.einsum("rte,eoh,rth->rto", chosen, w[i], want)
+        want = want + np.einsum("rne,eoh,rnh->rno", chosen, w[i], want)
     # Codes have 4 bits: elements that almost cancel are off by much, all together are not.
     for mine, ref, _ in shards_of(y, want):
         err = np.sqrt(((mine - ref) ** 2).mean() / (ref**2).mean())

@@ -329,7 +329,7 @@ def test_experts_between_them(world, mesh, rng):
 
     def dense(idx):
         chosen = (idx[..., None] == np.arange(EXPERTS)).astype(np.float64)
-        return lambda x, w, gate: jnp.einsum("tk,tke,eoh,th->to", gate, chosen, w, x)
+        return lambda x, w, gate: jnp.einsum("nk,nke,eoh,nh->no", gate, chosen, w, x)
 
     mine = put(mesh, idx, ALL)
     args = [put(mesh, a, ALL, "float32") for a in (x, w, gate)]
