@@ -301,13 +301,17 @@ impl Launch<'_> {
     fn dispatch(&self, plan: &EpPlan, handle: &EpHandle) -> Result<Option<Rest>> {
         let stream = self.stream;
         let (idx, x, w) = (self.arg("topk_idx")?, self.arg("x")?, self.optional("topk_weights"));
-        let out =
-            EpDispatch { x: self.ret("rows")?, scales: None, weights: self.result("weights") };
+        let scales = self.optional("x_scales");
+        let out = EpDispatch {
+            x: self.ret("rows")?,
+            scales: self.result("row_scales"),
+            weights: self.result("weights"),
+        };
         self.clear(&out.x)?;
-        out.weights.as_ref().map_or(Ok(()), |w| self.clear(w))?;
+        [&out.scales, &out.weights].into_iter().flatten().try_for_each(|t| self.clear(t))?;
         // Behind it in the stream's order: nobody waits here.
         let _routed = plan.route(stream, &idx, None, handle)?;
-        let done = plan.dispatch(stream, handle, &x, (w.as_ref(), None), &out)?;
+        let done = plan.dispatch(stream, handle, &x, (w.as_ref(), scales.as_ref()), &out)?;
         let (state, host) = (self.ret("handle")?, self.is_host());
         let (handle, stream) = (handle.clone(), stream.clone());
         let after = move || {

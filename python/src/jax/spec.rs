@@ -483,6 +483,7 @@ impl Spec {
                 self.expect("topk_idx", &[tokens, desc.top_k])?;
                 self.expect("x", &[tokens, desc.hidden])?;
                 self.expect("topk_weights", &[tokens, desc.top_k])?;
+                self.expect("x_scales", &[tokens, desc.num_scales])?;
                 if tokens > desc.max_tokens {
                     return Err(Error::invalid(
                         "the launch has more tokens than the layer was made for",
@@ -497,15 +498,12 @@ impl Spec {
             }
             _ => {}
         }
-        if let Some(i) = self.arg("x").or(self.arg("y")) {
+        for (name, want) in [("x", desc.dtype), ("y", desc.out)] {
+            let Some(i) = self.arg(name) else { continue };
             let seen = self.args[i].form()?.dtype;
-            if seen != desc.dtype {
-                return Err(Error::invalid(format!(
-                    "`{}` is not of the layer's type",
-                    self.args[i].name
-                ))
-                .expected(desc.dtype)
-                .seen(seen));
+            if seen != want {
+                let text = format!("`{name}` is not of the layer's type");
+                return Err(Error::invalid(text).expected(want).seen(seen));
             }
         }
         Ok(Desc::Ep(desc, spec.num_sms))

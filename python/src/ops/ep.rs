@@ -132,6 +132,12 @@ impl EpGroup {
         self.plan.desc().capacity
     }
 
+    /// Bytes of a routing as a tensor.
+    #[getter]
+    fn state_bytes(&self) -> usize {
+        EpHandle::state_bytes(self.plan.desc())
+    }
+
     /// Experts of each rank.
     #[getter]
     fn experts_per_rank(&self) -> Vec<usize> {
@@ -344,6 +350,20 @@ impl EpBuffer {
         let call = Call::new(py, "ep", self.world)?;
         let out = call.tensor("out", out)?;
         call.prepare(py, |stream| copy_out(stream, &out, self.handle.row_index()))
+    }
+
+    /// Writes the routing to `state [state_bytes]` u8, behind the dispatch in the stream's order.
+    fn save(&self, py: Python<'_>, state: &Object<'_>) -> PyResult<()> {
+        let call = Call::new(py, "ep", self.world)?;
+        let state = call.tensor("state", state)?;
+        call.prepare(py, |stream| self.handle.save(stream, &state))
+    }
+
+    /// Takes the routing of `tokens` tokens from what [`EpBuffer::save`] wrote, for the next calls.
+    fn load(&self, py: Python<'_>, state: &Object<'_>, tokens: usize) -> PyResult<()> {
+        let call = Call::new(py, "ep", self.world)?;
+        let state = call.tensor("state", state)?;
+        call.prepare(py, |stream| self.handle.load(stream, &state, tokens))
     }
 
     /// True numbers of the last routing. Waits for the device.

@@ -145,6 +145,56 @@ def test_experts_on_each_device(world, mesh, rng):
         assert err < 0.05, err
 
 
+@FP8
+@pytest.mark.parametrize("layout", ["expert_major", "rank_major"])
+def test_experts_get_codes_and_scales(world, mesh, rng, dtype, layout):
+    """Rows come as they were sent; combined, they are the weighted values of the codes."""
+    n, tokens, d, top_k = world.size, 7, 256, 2
+    axes, experts = ("dp", "tp"), 3 * world.size
+    idx = np.stack([[rng.permutation(experts)[:top_k] for _ in range(tokens)] for _ in range(n)])
+    gate = rng.random((n, tokens, top_k))
+    x = randn(rng, n, tokens, d) * 2.0 ** rng.integers(-4, 5, (n, tokens, 1))
+    args = dict(num_experts=experts, max_tokens=tokens, hidden=d, top_k=top_k, layout=layout)
+    buf = tw.EpGroup(axes, dtype=dtype, out_dtype=jnp.float32, **args).buffer()
+
+    def f(x, idx, gate):
+        sent = tw.quantize(x[0], "block1x128", dtype=dtype)
+        rows, w, _, handle = tw.ep_dispatch(buf, sent, idx[0], gate[0])
+        y = rows.dequantize(jnp.float32)
+        if layout == "rank_major":
+            y = jnp.where(handle.row_index[:, None] < 0, 0, y[handle.row_index])
+        return tw.ep_combine(buf, y, handle, w)[None]
+
+    given = [put(mesh, x, ALL, "float32"), put(mesh, idx, ALL, np.int32)]
+    given.append(put(mesh, gate, ALL, "float32"))
+    y = jax.jit(jax.shard_map(f, mesh=mesh, in_specs=(ALL,) * 3, out_specs=ALL))(*given)
+    assert y.dtype == jnp.float32
+    sent = values(x, recipe="block1x128", dtype=dtype)
+    want = sent * gate.astype(np.float32).astype(np.float64).sum(2, keepdims=True)
+    assert np.abs(sent - x).max() > 0
+    within(y, want, 4e-7 * np.abs(want), "y")
+    plain = tw.EpGroup(axes, dtype=jnp.float32, **args).buffer()
+    for group, of, text in (
+        (buf, lambda x: x, "QTensor"),
+        (plain, lambda x: tw.quantize(x, "block1x128"), "an array"),
+        (buf, lambda x: tw.quantize(x, "tensor", dtype=dtype), "block1x128"),
+    ):
+        bad = lambda x, idx: tw.ep_dispatch(group, of(x), idx)[2]  # noqa: B023, E731
+        with pytest.raises(tilewire.InvalidArgument, match=text):
+            traced(mesh, bad, [((tokens, d), jnp.float32), ((tokens, top_k), jnp.int32)])
+    with pytest.raises(tilewire.InvalidArgument, match="tokens cannot be"):
+        tw.EpGroup(axes, dtype=jnp.float32, out_dtype=jnp.bfloat16, **args)
+
+    def loss(gate, x, idx):
+        return f(x, idx, gate).sum()[None]
+
+    grad = jax.grad(lambda *a: loss(*a)[0])
+    g = jax.shard_map(grad, mesh=mesh, in_specs=(ALL,) * 3, out_specs=ALL)
+    with pytest.raises(tilewire.InvalidArgument, match="ep_dispatch.*no gradient"):
+        jax.jit(g)(given[2], given[0], given[1])
+    world.check()
+
+
 def test_gradients_are_refused(world, mesh, rng):
     x, w, b = jnp.ones((2, 64)), jnp.ones((8, 64)), jnp.ones(8)
 

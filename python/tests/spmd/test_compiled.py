@@ -7,10 +7,6 @@ from test_frameworks import FAMILIES, families
 
 import tilewire.torch as tw
 
-# Its routing is in memory of ours, which no graph holds.
-BROKEN = {"ep"}
-
-
 @pytest.fixture(autouse=True)
 def fresh():
     torch._dynamo.reset()
@@ -18,7 +14,7 @@ def fresh():
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("name", [n for n in FAMILIES if n not in BROKEN])
+@pytest.mark.parametrize("name", FAMILIES)
 def test_every_family_compiles_whole(world, device, gen, name):
     call = families(world, device, gen)[name]
     compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
@@ -75,6 +71,107 @@ def test_a_permutation_with_weights_compiles_whole(world, device, gen):
         for a, b in zip(*found):
             assert torch.equal(a, b)
         assert found[0][4].any() and found[0][5].any()
+
+
+def experts(world, **kw):
+    args = dict(num_experts=2 * world.size, max_tokens=16, hidden=128, top_k=2, dtype=torch.float32)
+    return tw.EpGroup(world, **{**args, **kw})
+
+
+def tokens_of(world, device, gen, num):
+    """My tokens, their weights and their experts."""
+    x = randn(gen, world.size, num, 128)[world.rank]
+    w = randn(gen, world.size, num, 2).abs()[world.rank]
+    idx = torch.randint(-1, 2 * world.size, (world.size, num, 2), generator=gen)[world.rank]
+    return x, w, idx.to(device)
+
+
+@pytest.mark.parametrize("weigh", ["combine", "rows"])
+def test_layers_of_experts_compile_whole(world, device, gen, weigh):
+    """Two microbatches in one buffer, and one in another: a graph keeps what each has routed."""
+    group = experts(world, align=2)
+    bufs = [group.buffer() for _ in range(2)]
+
+    def layer(buf, x, w, idx):
+        rows, row_w, splits = tw.ep_dispatch(buf, x, idx, w)
+        y = rows * 2 + splits.sum()
+        if weigh == "combine":
+            return tw.ep_combine(buf, y, row_w)
+        return tw.ep_combine(buf, y * row_w[:, None])
+
+    def call(x, w, idx):
+        first = layer(bufs[0], x, w, idx)
+        second = layer(bufs[0], x + first, w * 2, idx.flip(0))
+        return layer(bufs[1], second - x, w, idx.flip(1)) + first
+
+    def apart(x, w, idx):
+        # A buffer for each: backward passes outside of graphs need all three routings.
+        own = [group.buffer() for _ in range(3)]
+        first = layer(own[0], x, w, idx)
+        second = layer(own[1], x + first, w * 2, idx.flip(0))
+        return layer(own[2], second - x, w, idx.flip(1)) + first
+
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    for num in (12, 10, 14):
+        x, w, idx = tokens_of(world, device, gen, num)
+        found = []
+        for f in (compiled, apart):
+            mx, mw = leaf(x, torch.float32, device), leaf(w, torch.float32, device)
+            y = f(mx, mw, idx)
+            y.square().sum().backward()
+            found.append([y, mx.grad, mw.grad])
+        for a, b in zip(*found):
+            assert b.any()
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5 * b.abs().max().item())
+
+
+def test_what_a_graph_has_dispatched_is_combined_outside(world, device, gen):
+    group = experts(world)
+    buf, other = group.buffer(), group.buffer()
+    x, w, idx = tokens_of(world, device, gen, 9)
+    x, w = x.float().to(device), w.float().to(device)
+    dispatch = torch.compile(
+        lambda x: tw.ep_dispatch(buf, x, idx, w), fullgraph=True, backend="aot_eager"
+    )
+    rows, row_w, splits = dispatch(x)
+    want = tw.ep_dispatch(other, x, idx, w)
+    for a, b in zip((rows, row_w, splits), want):
+        assert torch.equal(a, b)
+    assert torch.equal(tw.ep_combine(buf, rows, row_w), tw.ep_combine(other, *want[:2]))
+    # The next dispatch outside of a graph is the one that counts.
+    again = tw.ep_dispatch(buf, 2 * x, idx, w)
+    assert torch.equal(tw.ep_combine(buf, *again[:2]), 2 * tw.ep_combine(other, *want[:2]))
+
+
+def test_codes_of_experts_compile_whole(world, device, gen):
+    group = experts(world, dtype=torch.float8_e4m3fn, out_dtype=torch.float32)
+    buf, other = group.buffer(), group.buffer()
+    x, w, idx = tokens_of(world, device, gen, 11)
+    x, w = x.float().to(device), w.float().to(device)
+
+    def call(buf, x):
+        rows, row_w, _ = tw.ep_dispatch(buf, tw.quantize(x, "block1x128"), idx, w)
+        return rows.data.float(), rows.scales, tw.ep_combine(buf, rows.data.float(), row_w)
+
+    compiled = torch.compile(lambda x: call(buf, x), fullgraph=True, backend="aot_eager")
+    for a, b in zip(compiled(x), call(other, x)):
+        assert b.any() and torch.equal(a, b)
+
+
+def test_what_has_no_meaning_in_a_graph_is_refused(world, device, gen):
+    group = experts(world)
+    x, w, idx = tokens_of(world, device, gen, 5)
+    x = x.float().to(device)
+    filled = group.buffer()
+    tw.ep_dispatch(filled, x, idx)
+    for call, text in (
+        (lambda: tw.ep_dispatch(group.buffer(), x, idx, num_sms=4), "num_sms"),
+        (lambda: tw.ep_dispatch(filled.reuse(), x, idx), "reuse"),
+        (lambda: tw.ep_dispatch(filled, x, idx, async_op=True), "async_op"),
+        (lambda: tw.ep_combine(filled, x), "what a graph has dispatched"),
+    ):
+        with pytest.raises(Exception, match=text):
+            torch.compile(call, fullgraph=True, backend="aot_eager")()
 
 
 @pytest.mark.parametrize("layout", ["zigzag_per_sequence", "contiguous", "balanced"])

@@ -252,6 +252,7 @@ class EpGroup:
     layout: str = "expert_major"
     overflow: str = "drop"
     dtype: Any = ...
+    out_dtype: Any = None
     num_sms: int | None = None
     world: World | None = None
     def __post_init__(self) -> None: ...
@@ -281,6 +282,14 @@ class EpHandle:
     @property
     def row_index(self) -> Array: ...
 
+@overload
+def ep_dispatch(
+    buf: EpBuffer,
+    x: QTensor,
+    topk_idx: ArrayLike,
+    topk_weights: ArrayLike | None = None,
+) -> tuple[QTensor, Array | None, Array, EpHandle]: ...
+@overload
 def ep_dispatch(
     buf: EpBuffer,
     x: ArrayLike,

@@ -16,9 +16,11 @@ import jax.numpy as jnp
 from .. import _native
 from .._errors import InvalidArgument
 from ._call import call, dtype_name, vary
+from ._quant import QTensor, without_gradient
 from ._world import names_of, team_of, world_of
 
 _TOKENS = ("float32", "bfloat16", "float16")
+_FP8 = ("float8_e4m3fn", "float8_e5m2")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -41,7 +43,9 @@ class EpGroup:
             rank).
         overflow: "drop" leaves out what exceeds the capacity; "error" fails the call on the CPU,
             which ends the world.
-        dtype: of tokens and results: float32, bfloat16 or float16.
+        dtype: of tokens and results: float32, bfloat16 or float16. With float8_e4m3fn or
+            float8_e5m2 tokens are a :class:`QTensor` of recipe "block1x128" and have no gradient.
+        out_dtype: with FP8 tokens, the type of the experts' results: float32, bfloat16 or float16.
         num_sms: multiprocessors that the kernels may take.
         world: a World; None is the first one.
 
@@ -60,6 +64,7 @@ class EpGroup:
     layout: str = "expert_major"
     overflow: str = "drop"
     dtype: object = jnp.bfloat16
+    out_dtype: object = None
     num_sms: int | None = None
     world: object = None
 
@@ -75,8 +80,13 @@ class EpGroup:
         for a in axes:
             size *= world.shape[a]
         dtype = jnp.dtype(self.dtype)
-        if dtype.name not in _TOKENS:
-            raise InvalidArgument(f"ep: tokens cannot be {dtype}: one of {_TOKENS} is expected")
+        fp8 = dtype.name in _FP8
+        out = jnp.dtype(self.out_dtype or (jnp.bfloat16 if fp8 else dtype))
+        if dtype.name not in _TOKENS + _FP8 or out.name not in _TOKENS or not (fp8 or out == dtype):
+            raise InvalidArgument(
+                f"ep: tokens cannot be {dtype} with results of {out}: one of {_TOKENS} for both, or"
+                f" one of {_FP8} for tokens is expected"
+            )
         if self.num_experts % size:
             raise InvalidArgument(
                 f"ep: {self.num_experts} experts do not divide among {size} ranks"
@@ -91,8 +101,8 @@ class EpGroup:
             layout=self.layout,
             overflow=self.overflow,
             dtype=dtype_name(dtype, "dtype"),
-            num_scales=0,
-            out=dtype_name(dtype, "dtype"),
+            num_scales=-(-self.hidden // 128) if fp8 else 0,
+            out=dtype_name(out, "out_dtype"),
             num_sms=self.num_sms,
         )
         probe = dict(op="ep_combine_bwd", world=0, site=0, axes=[], args=[], rets=[], ep=spec)
@@ -100,6 +110,7 @@ class EpGroup:
         init = functools.partial(object.__setattr__, self)
         init("world", world)
         init("dtype", dtype)
+        init("out_dtype", out)
         init("_spec", spec)
         init("_state_bytes", state)
         init("_numbers", itertools.count())
@@ -184,6 +195,23 @@ def _dispatch(s, x, weights, idx):
     return out["rows"], out.get("weights"), out["handle"]
 
 
+def _with_scales(s, x, scales, weights, idx):
+    g = s[1].group
+    rets = {"rows": ((g.recv_rows, g.hidden), x.dtype)}
+    rets["row_scales"] = ((g.recv_rows, scales.shape[1]), jnp.float32)
+    if weights is not None:
+        rets["weights"] = ((g.capacity,), jnp.float32)
+    rets["handle"] = ((g._state_bytes,), jnp.uint8)
+    args = {"topk_idx": idx, "x": x, "x_scales": scales, "topk_weights": weights}
+    out = call("ep_dispatch", args, rets, **_more(s))
+    return out["rows"], out["row_scales"], out.get("weights"), out["handle"]
+
+
+_dispatch_fp8 = without_gradient(
+    "ep_dispatch", _with_scales, "FP8 tokens have no gradient: use jax.lax.stop_gradient"
+)
+
+
 def _dispatch_fwd(s, x, weights, idx):
     out = _dispatch(s, x, weights, idx)
     return out, (x, weights, out[2])
@@ -235,13 +263,15 @@ def ep_dispatch(buf, x, topk_idx, topk_weights=None):
     Args:
         buf: a buffer of :meth:`EpGroup.buffer`. Calls that do not depend on each other take buffers
             of their own.
-        x: [tokens, hidden] of the group's dtype; at most max_tokens.
+        x: [tokens, hidden] of the group's dtype; at most max_tokens. With FP8 a :class:`QTensor` of
+            recipe "block1x128"; then neither it nor the weights have a gradient.
         topk_idx: [tokens, top_k] int32 or int64, experts of all ranks; -1 leaves a choice out.
         topk_weights: [tokens, top_k] f32; they travel along and have a gradient.
 
     Returns:
         (rows received [recv_rows, hidden], their weights [capacity] or None, m_splits [local
-        experts] int32, :class:`EpHandle`): rows that no expert has are zero.
+        experts] int32, :class:`EpHandle`): rows that no expert has are zero. With FP8 the rows are
+        a QTensor, as :func:`grouped_gemm` takes it.
 
     Raises:
         InvalidArgument: shapes, types or axes do not fit. An expert that does not exist ends the
@@ -249,8 +279,12 @@ def ep_dispatch(buf, x, topk_idx, topk_weights=None):
     """
     g = buf.group
     team = team_of(g.axis_name, g.world)
-    x, idx = jnp.asarray(x), jnp.asarray(topk_idx)
-    if x.ndim != 2 or x.shape[1] != g.hidden or x.dtype != g.dtype:
+    fp8 = g.dtype.name in _FP8
+    if isinstance(x, QTensor) != fp8 or (fp8 and x.recipe != "block1x128"):
+        what = 'a QTensor of recipe "block1x128"' if fp8 else "an array"
+        raise InvalidArgument(f"ep_dispatch: x must be {what} [tokens, {g.hidden}] {g.dtype.name}")
+    x, idx = x if fp8 else jnp.asarray(x), jnp.asarray(topk_idx)
+    if len(x.shape) != 2 or x.shape[1] != g.hidden or x.dtype != g.dtype:
         raise InvalidArgument(
             f"ep_dispatch: x must be [tokens, {g.hidden}] {g.dtype.name}, not {x.shape}"
             f" {x.dtype.name}"
@@ -262,7 +296,13 @@ def ep_dispatch(buf, x, topk_idx, topk_weights=None):
         )
     if topk_weights is not None:
         topk_weights = jnp.asarray(topk_weights).astype(jnp.float32)
-    rows, weights, state = _dispatch((team, buf), *vary(team[1], x, topk_weights, idx))
+    s = (team, buf)
+    if fp8:
+        arrays = vary(team[1], x.data, x.scales, topk_weights, idx)
+        data, scales, weights, state = _dispatch_fp8(s, *arrays)
+        rows = QTensor(data, scales, "block1x128")
+    else:
+        rows, weights, state = _dispatch(s, *vary(team[1], x, topk_weights, idx))
     handle = EpHandle(state, buf, x.shape[0])
     return rows, weights, handle.m_splits, handle
 

@@ -286,7 +286,13 @@ class RowMap:
     capacity: int
     hidden: int
     def __init__(
-        self, native: Any, tokens: int, top_k: int, capacity: int, hidden: int
+        self,
+        native: Any,
+        idx: Tensor,
+        num_experts: int,
+        capacity: int,
+        align: int,
+        hidden: int,
     ) -> None: ...
     def totals(self, like: Tensor) -> dict[str, int]:
         """Rows needed to drop nothing, copies dropped."""

@@ -5,7 +5,8 @@ import functools
 import torch
 
 from .. import _native
-from .._errors import InvalidArgument, Stale
+from .._errors import InvalidArgument, Stale, Unsupported
+from . import _ep_graph
 from ._functions import Differentiable, _needs_grad, _once, _ordinary
 from ._quant import QTensor
 from ._symm import symm_handle
@@ -110,6 +111,8 @@ class EpGroup:
         self.recv_rows, self.capacity = self._native.recv_rows, self._native.capacity
         #: Experts that are here.
         self.num_local_experts = self._native.experts_per_rank[world.rank]
+        # Of compiled graphs: this group among all, and their buffer, made by the first.
+        self._number, self._graph = _ep_graph.enroll(self), None
 
     def buffer(self, recv=None):
         """A buffer for one microbatch: its routing, and with ``zero_copy`` the memory of its rows,
@@ -135,10 +138,12 @@ class EpBuffer:
 
     def __init__(self, group, recv=None):
         self.group = group
-        self._native = group._native.buffer()
+        self._made = None
         self._generation = 0
         self._reuse = False
         self._tokens = None
+        # The routing, where a compiled graph has made it, and the number of its tokens.
+        self._routed = None
         self._side = None
         self._recv = self._grad = None
         # Whether the memory for the gradient of a combine is in use.
@@ -150,6 +155,13 @@ class EpBuffer:
             self._recv = self._memory(False, shape, group.dtype) if recv is None else self._in(recv)
             if group.layout == "expert_major":
                 self._grad = self._memory(True, (group.capacity, group.hidden), group.out_dtype)
+
+    @property
+    def _native(self):
+        """Made by the first call that is not of a compiled graph, which may make buffers itself."""
+        if self._made is None:
+            self._made = self.group._native.buffer()
+        return self._made
 
     def _in(self, recv):
         """The caller's symmetric memory for the rows."""
@@ -240,7 +252,7 @@ def _dispatch(buf, x, scales, weights, idx):
     if idx is not None:
         # Before the call: one that fails may have routed already.
         buf._generation += 1
-        buf._given = False
+        buf._given, buf._routed = False, None
     buf._native.dispatch(idx, x, weights, scales, recv, recv_w, recv_scales, splits)
     buf._tokens = x.shape[0]
     if scales is not None:
@@ -379,9 +391,12 @@ def ep_dispatch(buf, x, topk_idx, topk_weights=None, *, num_sms=None, async_op=F
         )
     if num_sms is not None and num_sms < 1:
         raise InvalidArgument(f"ep_dispatch: num_sms is {num_sms}, but must be at least 1")
-    buf._native.set_num_sms(num_sms)
     idx = None if reuse else topk_idx.contiguous()
     w = None if w is None else w.contiguous()
+    if torch.compiler.is_compiling():
+        refused = {"reuse()": reuse, "num_sms": num_sms, "async_op": async_op}
+        return _in_graph(buf, x, w, idx, refused | {"zero_copy": g.zero_copy})
+    buf._native.set_num_sms(num_sms)
     if fp8:
         data, scales = x.data.contiguous(), x.scales.contiguous()
         call = functools.partial(_dispatch, buf, data, scales, w, idx)
@@ -394,6 +409,17 @@ def ep_dispatch(buf, x, topk_idx, topk_weights=None, *, num_sms=None, async_op=F
         return _dispatch(buf, x, None, w, idx)
 
     return _beside(buf, async_op, call, x, idx, w)
+
+
+def _in_graph(buf, x, w, idx, refused):
+    data, scales = x, None
+    if buf.group._num_scales:
+        data, scales = x.data, x.scales.contiguous()
+    args = (buf, data.contiguous(), scales, w, idx, refused)
+    recv, recv_scales, recv_w, splits = _ep_graph.dispatch(*args)
+    if scales is not None:
+        recv = QTensor(recv, recv_scales, "block1x128")
+    return recv, recv_w, splits
 
 
 def ep_combine(buf, y, weights=None, *, async_op=False):
@@ -412,8 +438,14 @@ def ep_combine(buf, y, weights=None, *, async_op=False):
         Stale: the buffer has no routing; otherwise as :func:`ep_dispatch`.
     """
     _ordinary("ep_combine", y, weights)
-    if buf._generation == 0:
-        raise Stale("ep_combine: the buffer has no routing: dispatch into it first")
     y = y.contiguous()
     w = None if weights is None else weights.contiguous()
+    if buf._routed is not None:
+        if async_op:
+            raise Unsupported("ep_combine: async_op behind a dispatch of a compiled graph")
+        return _ep_graph.combine(buf, y, w)
+    if torch.compiler.is_compiling():
+        raise Unsupported("ep_combine: a compiled graph combines what a graph has dispatched")
+    if buf._generation == 0:
+        raise Stale("ep_combine: the buffer has no routing: dispatch into it first")
     return _beside(buf, async_op, lambda: _Combine.run(y, w, buf), y, w)
