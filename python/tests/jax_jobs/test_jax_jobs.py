@@ -28,6 +28,9 @@ def gather(x):
     return tw.all_gather(x, "x")[None]
 """
 
+README = pathlib.Path(__file__).parents[2].joinpath("README.md").read_text()
+EXAMPLES = re.findall(r"```python\n(.*?)```", README, re.S)
+
 
 def job(size, text, limit=90, devices=1):
     """Runs a program in `size` processes: their exit codes and what they printed."""
@@ -351,3 +354,15 @@ os._exit(0)
     found = re.search(r"after ([0-9.]+) rendezvous (.*)", out)
     assert found and 3 < float(found[1]) < 8, out
     assert "coordinator of jax.distributed at 127.0.0.1" in found[2], out
+
+
+def test_the_example_of_the_readme():
+    (example,) = [e for e in EXAMPLES if "import tilewire.jax" in e]
+    behind = """
+draw = lambda *shape: jnp.asarray(np.random.default_rng(0).standard_normal(shape), jnp.float32) / 4
+x, up, down = draw(8, 16), draw(32, 16), draw(16, 32)
+want = x + jax.nn.gelu(x @ up.T) @ down.T
+print("error", float(jnp.abs(f(x, up, down) - want).max()))
+"""
+    ((code, out),) = job(1, example + behind, devices=2)
+    assert code == 0 and float(re.search(r"error (\S+)", out)[1]) < 1e-5, out

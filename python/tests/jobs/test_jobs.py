@@ -177,6 +177,20 @@ for name in ("first", "second"):
     assert "second stale" in out and "before the first call" in out, out
 
 
+README = pathlib.Path(__file__).parents[2].joinpath("README.md").read_text()
+EXAMPLES = re.findall(r"```python\n(.*?)```", README, re.S)
+
+
+def test_the_example_of_the_readme():
+    (example,) = [e for e in EXAMPLES if "import tilewire.torch" in e]
+    before = """
+x, w, w2 = (torch.randn(*shape) for shape in ((4, 8), (6, 8), (8, 6)))
+x.requires_grad_()
+"""
+    for out in all_good(job(2, before + example + 'print("z", *z.shape, bool(x.grad.any()))')):
+        assert "z 4 8 True" in out, out
+
+
 DESTROY = "dist.destroy_process_group()"
 
 
