@@ -2,8 +2,8 @@
 
 A routing is a tensor here, as it is in :mod:`tilewire.jax`: a dispatch writes it, and all that
 follows reads it, so a compiler that orders operations by their data orders these. They share one
-native buffer of their group, into which each of them loads its routing first; buffers of calls
-outside of graphs are left alone.
+native buffer of their group, into which each of them loads its routing first: graphs of one group
+run on one stream at a time. Buffers of calls outside of graphs are left alone.
 """
 
 import itertools
