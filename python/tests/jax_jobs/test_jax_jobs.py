@@ -283,6 +283,7 @@ def test_arrays_are_positional_and_the_rest_by_keyword():
     import tilewire.jax as tw
 
     data = {"x", "w", "q", "k", "v", "y", "buf", "topk_idx", "topk_weights", "handle", "weights"}
+    data |= {"rows", "row_map"}
     for name in tw.__all__:
         f = getattr(tw, name)
         if not inspect.isfunction(f):
@@ -290,7 +291,7 @@ def test_arrays_are_positional_and_the_rest_by_keyword():
         kinds = inspect.Parameter
         parameters = inspect.signature(f).parameters.values()
         positional = [p.name for p in parameters if p.kind == kinds.POSITIONAL_OR_KEYWORD]
-        more = {"axis_name", "splits", "m_splits", "mesh", "world"}
+        more = {"axis_name", "splits", "m_splits", "mesh", "world", "recipe"}
         assert set(positional) <= data | more, (name, positional)
 
 
