@@ -289,9 +289,12 @@ fn worlds(root: &Path, path: &str) -> Outcome {
     for n in ["4", "2", "1"] {
         o.add(&pytest(root, path, &[&runner, n, "-q", &spmd]));
     }
-    // Preconditions are no assertions: they hold in optimised runs, too.
-    let refused = file("spmd/test_bad_input.py");
+    // Preconditions are no assertions: they hold in optimised runs, too. The asserts of tests
+    // vanish there: what is refused is looked at, and of the rest that it ends well. torch 2.11
+    // compiles no branch in such a run.
+    let (refused, rest) = (file("spmd/test_bad_input.py"), "not compiled and not compiles");
     o.add(&pytest(root, path, &["-O", &runner, "2", "-q", &refused]));
+    o.add(&pytest(root, path, &["-O", &runner, "1", "-q", "-k", rest, &spmd]));
     o
 }
 
