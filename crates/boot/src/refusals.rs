@@ -16,14 +16,17 @@ pub(crate) enum Reason {
     Closed,
     /// It said nothing for too long, or made way for a newer one.
     Silent,
+    /// Its user, not ours, had as many in their hello as one may have.
+    Crowd,
 }
 
-const TEXTS: [(Reason, &str); 5] = [
+const TEXTS: [(Reason, &str); 6] = [
     (Reason::Secret, "with another secret"),
     (Reason::User, "of another user"),
     (Reason::Garbage, "with a bad hello"),
     (Reason::Closed, "closed in the hello"),
     (Reason::Silent, "silent"),
+    (Reason::Crowd, "beyond the limit of a user"),
 ];
 
 /// Counts of refused connections.
@@ -68,9 +71,9 @@ mod tests {
         assert_eq!(r.to_string(), "0 connections were refused");
         TEXTS.iter().for_each(|(why, _)| r.add(*why));
         r.add(Reason::Secret);
-        assert_eq!((r.total(), r.count(Reason::Secret)), (6, 2));
+        assert_eq!((r.total(), r.count(Reason::Secret)), (7, 2));
         let text = r.to_string();
-        assert!(text.starts_with("6 connections were refused: 2 with another secret, 1 of"));
-        assert!(text.ends_with(", 1 silent"), "{text}");
+        assert!(text.starts_with("7 connections were refused: 2 with another secret, 1 of"));
+        assert!(text.ends_with(", 1 silent, 1 beyond the limit of a user"), "{text}");
     }
 }

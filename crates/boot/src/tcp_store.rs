@@ -8,6 +8,7 @@ mod client;
 mod conn;
 mod other_secret;
 mod server;
+mod user;
 mod wire;
 
 use std::fmt;

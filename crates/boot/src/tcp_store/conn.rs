@@ -30,6 +30,8 @@ pub(super) enum Stage {
 pub(super) struct Conn {
     pub sock: OwnedFd,
     pub born: Instant,
+    /// The user of a process of this host, where the kernel tells.
+    pub user: Option<u32>,
     pub stage: Stage,
     pub input: Vec<u8>,
     pub output: Vec<u8>,

@@ -6,15 +6,14 @@
 //! that has not come, and none with the right secret comes as that rank in [`PATIENCE`]. Whoever
 //! can do this can kill rank 0 by a signal as well, so the word gives nobody a new power.
 
-use std::net::{IpAddr, SocketAddr};
 use std::os::fd::OwnedFd;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use tilewire_core::{Deadline, Error, ErrorKind, Rank, Result};
 
-use super::StoreServer;
 use super::wire::Who;
+use super::{StoreServer, user};
 use crate::peer;
 use crate::store::Store;
 
@@ -39,12 +38,15 @@ struct Said {
 }
 
 impl OtherSecrets {
-    /// Notes what a connection says, if its process runs as our user.
-    pub fn note(&self, sock: &OwnedFd, is_tcp: bool, who: Who) {
+    /// Notes what a connection says, if its process runs as our user. `user` is that of a TCP
+    /// connection, where the server knows it. The connection must still be open at the other end.
+    pub fn note(&self, sock: &OwnedFd, is_tcp: bool, user: Option<u32>, who: Who) {
         let mut said = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         said.looks += 1;
+        let is_ours =
+            || user.or_else(|| user::in_system_table(sock)).is_some_and(peer::is_our_user);
         // On Unix sockets others have been refused before they said anything.
-        if said.looks <= MOST && (!is_tcp || is_of_our_user(sock)) {
+        if said.looks <= MOST && (!is_tcp || is_ours()) {
             said.of_our_user.push((who, Instant::now()));
         }
     }
@@ -114,69 +116,9 @@ impl Store for Watched {
     }
 }
 
-/// True if the process at the other end of a connection over loopback runs as our user, as the
-/// system's table of connections has it. The connection must still be open at the other end.
-fn is_of_our_user(sock: &OwnedFd) -> bool {
-    let of = |a: rustix::io::Result<rustix::net::SocketAddrAny>| {
-        SocketAddr::try_from(a.ok()?).ok().map(plain).filter(|a| a.ip().is_loopback())
-    };
-    let theirs =
-        of(rustix::net::getpeername(sock).and_then(|a| a.ok_or(rustix::io::Errno::NOTCONN)));
-    let (Some(theirs), Some(ours)) = (theirs, of(rustix::net::getsockname(sock))) else {
-        return false;
-    };
-    let file = if theirs.is_ipv4() { "/proc/self/net/tcp" } else { "/proc/self/net/tcp6" };
-    let table = std::fs::read_to_string(file).unwrap_or_default();
-    user_in(&table, theirs, ours).is_some_and(peer::is_our_user)
-}
-
-/// An address of IPv4, also where the socket is one of IPv6.
-fn plain(a: SocketAddr) -> SocketAddr {
-    SocketAddr::new(a.ip().to_canonical(), a.port())
-}
-
-/// The user of the connection from `local` to `remote`, in the text of `/proc/net/tcp`.
-fn user_in(table: &str, local: SocketAddr, remote: SocketAddr) -> Option<u32> {
-    let (local, remote) = (in_table(local), in_table(remote));
-    table.lines().find_map(|l| {
-        let mut fields = l.split_whitespace().skip(1);
-        let both = fields.next()? == local && fields.next()? == remote;
-        both.then(|| fields.nth(4)?.parse().ok()).flatten()
-    })
-}
-
-/// An address as the table has it: words of 32 bits as this machine reads them, and the port.
-fn in_table(a: SocketAddr) -> String {
-    let bytes = match a.ip() {
-        IpAddr::V4(ip) => ip.octets().to_vec(),
-        IpAddr::V6(ip) => ip.octets().to_vec(),
-    };
-    let words = bytes.as_chunks::<4>().0.iter().map(|w| format!("{:08X}", u32::from_ne_bytes(*w)));
-    format!("{}:{:04X}", words.collect::<String>(), a.port())
-}
-
 #[cfg(test)]
 mod tests {
-    use std::net::{TcpListener, TcpStream};
-
     use super::*;
-
-    #[test]
-    fn the_table_of_connections_names_the_user() {
-        for host in ["127.0.0.1:0", "[::1]:0"] {
-            let Ok(listener) = TcpListener::bind(host) else { continue };
-            let client = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
-            let (served, _) = listener.accept().unwrap();
-            assert!(is_of_our_user(&served.into()), "{host}");
-            drop(client);
-        }
-        let line = "   3: 0100007F:D431 0100007F:1F90 01 00000000:00000000 00:00000000 00000000 \
-                    12345        0 4711 1 0000000000000000 20 4 30 10 -1";
-        let [a, b] = [54321, 8080].map(|p| SocketAddr::from(([127, 0, 0, 1], p)));
-        assert_eq!(user_in(line, a, b), Some(12345));
-        assert_eq!(user_in(line, b, a), None, "the other end");
-        assert_eq!(user_in("  sl  local_address rem_address", a, b), None);
-    }
 
     #[test]
     fn only_a_missing_rank_of_this_world_counts_and_only_later() {

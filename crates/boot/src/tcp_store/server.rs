@@ -15,6 +15,7 @@ use tilewire_core::{Deadline, Error, ErrorKind, Rank, Result, inject};
 use super::StoreAddr;
 use super::conn::{Conn, Stage};
 use super::other_secret::OtherSecrets;
+use super::user::Users;
 use super::wire::{self, MAX_BODY, MAX_HELLO, Request, Response};
 use crate::claim;
 use crate::handshake::HELLO_LIMIT;
@@ -30,6 +31,11 @@ use crate::threads::Worker;
 /// Connections in their hello. Behind these the oldest makes way, once it is not [`YOUNG`] any
 /// more: a flood of silent ones then delays an honest rank by that for each 128 of them.
 const MAX_HALF_OPEN: usize = 128;
+/// Of these, what one other user of this host may have, and what all others may have together:
+/// beyond it, their newest is refused, and the space for ranks of our user stays free. Clients come
+/// again a little later each time, so a rank of theirs (with the secret) gets through as well.
+const MAX_OF_OTHER_USER: usize = 16;
+const MAX_OF_OTHER_USERS: usize = 64;
 const MAX_CONNECTIONS: usize = 1024;
 const MAX_KEYS: usize = 1 << 20;
 const MAX_BYTES: usize = 256 << 20;
@@ -75,6 +81,7 @@ impl StoreServer {
             refused: refused.clone(),
             come: come.clone(),
             others: others.clone(),
+            users: Users::default(),
             data: Data::default(),
             conns: Vec::new(),
             was_full: false,
@@ -198,6 +205,7 @@ struct Service {
     /// The ranks that have claimed their places, as bits.
     come: Arc<AtomicU64>,
     others: Arc<OtherSecrets>,
+    users: Users,
     data: Data,
     conns: Vec<Conn>,
     /// True once the log has reported that no descriptor was free.
@@ -260,6 +268,26 @@ impl Service {
         free.min(MAX_CONNECTIONS.saturating_sub(self.conns.len()))
     }
 
+    /// True if another user of this host may have one more connection in its hello. If it has too
+    /// many, its oldest makes way, and if all others have, their oldest: once it is not young.
+    fn make_space_for(&mut self, user: u32) -> bool {
+        let of_all = |c: &Conn| c.half_open() && c.user.is_some_and(|u| !peer::is_our_user(u));
+        let of_one = |c: &Conn| c.half_open() && c.user == Some(user);
+        let count = |f: &dyn Fn(&Conn) -> bool| self.conns.iter().filter(|c| f(c)).count();
+        let in_turn: &dyn Fn(&Conn) -> bool = if count(&of_one) >= MAX_OF_OTHER_USER {
+            &of_one
+        } else if count(&of_all) >= MAX_OF_OTHER_USERS {
+            &of_all
+        } else {
+            return true;
+        };
+        let old = |c: &Conn| in_turn(c) && c.born.elapsed() >= YOUNG;
+        let Some(k) = self.conns.iter().position(old) else { return false };
+        self.conns.remove(k);
+        self.refused.add(Reason::Silent);
+        true
+    }
+
     /// Takes one connection. False if none waits.
     fn accept(&mut self) -> bool {
         let (Ear::Tcp(fd) | Ear::Unix(Listener { sock: fd, .. })) = &self.ear;
@@ -283,13 +311,19 @@ impl Service {
             self.refused.add(Reason::User);
             return true;
         }
+        let mut user = None;
         if matches!(self.ear, Ear::Tcp(_)) {
             // Only a matter of speed.
             rustix::net::sockopt::set_tcp_nodelay(&sock, true).ok();
+            user = self.users.of(&sock);
+            if user.is_some_and(|u| !peer::is_our_user(u) && !self.make_space_for(u)) {
+                self.refused.add(Reason::Crowd);
+                return true;
+            }
         }
         let (input, output) = (Vec::new(), Vec::new());
         let (stage, born) = (Stage::Hello, Instant::now());
-        let mut c = Conn { sock, born, stage, input, output };
+        let mut c = Conn { sock, born, user, stage, input, output };
         // A rank says hello at once: answered now, it has a proof before newer ones press.
         match self.serve(&mut c, true) {
             Ok(()) => self.conns.push(c),
@@ -335,7 +369,7 @@ impl Service {
             }
             Stage::Proof { .. } if let Some(who) = wire::read_other_secret(body) => {
                 if let Some(who) = who {
-                    self.others.note(&c.sock, matches!(self.ear, Ear::Tcp(_)), who);
+                    self.others.note(&c.sock, matches!(self.ear, Ear::Tcp(_)), c.user, who);
                 }
                 return Err(Reason::Secret);
             }

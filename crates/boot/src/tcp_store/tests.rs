@@ -201,7 +201,8 @@ fn dropping_the_server_ends_waits_of_clients() {
     });
 }
 
-/// In the environment of the part of a test that runs as another user: the address of the store.
+/// In the environment of the part of a test that runs as another user: the address of the store,
+/// and behind a space the secret of a rank.
 const FLOOD: &str = "BOOT_TEST_FLOOD";
 
 /// Opens connections and says nothing, until its input ends.
@@ -226,10 +227,26 @@ fn flood(addr: &str) {
     std::io::stdin().read_to_end(&mut Vec::new()).unwrap();
 }
 
+/// This program as another user, in the part of a test that `what` says. By that path it may be
+/// started wherever it lies.
+fn as_user(uid: u32, what: &str) -> Command {
+    let mut c = Command::new("/proc/self/exe");
+    c.args(["tcp_store::tests::a_flood_of_another_user_hardly_delays", "--exact", "--nocapture"])
+        .env(FLOOD, what)
+        .uid(uid)
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped());
+    c
+}
+
 #[test]
 fn a_flood_of_another_user_hardly_delays() {
-    if let Ok(addr) = std::env::var(FLOOD) {
-        return flood(&addr);
+    if let Ok(what) = std::env::var(FLOOD) {
+        let Some((port, secret)) = what.split_once(' ') else { return flood(&what) };
+        let addr = StoreAddr::Tcp("127.0.0.1".to_owned(), port.parse().unwrap());
+        let c = StoreClient::connect(&addr, &Secret::from_hex(secret).unwrap(), soon()).unwrap();
+        assert!(c.add("n", 1).unwrap() > 1);
+        return;
     }
     if !rustix::process::geteuid().is_root() {
         return did_not_run(Lack::Root, "this user cannot start a process of another one");
@@ -241,30 +258,57 @@ fn a_flood_of_another_user_hardly_delays() {
             StoreAddr::Tcp(_, port) => port.to_string(),
             StoreAddr::Abstract(name) => format!("@{name}"),
         };
-        // By that path another user may start this program, wherever it lies.
-        let mut child = Command::new("/proc/self/exe")
-            .args(["tcp_store::tests::a_flood_of_another_user_hardly_delays"])
-            .args(["--exact", "--nocapture"])
-            .env(FLOOD, to)
-            .uid(12345)
-            .stdin(Stdio::piped())
-            .stdout(Stdio::piped())
-            .spawn()
-            .unwrap();
+        let mut child = as_user(12345, &to).spawn().unwrap();
         let mut lines = BufReader::new(child.stdout.take().unwrap()).lines();
         assert!(lines.any(|l| l.unwrap() == ">flooded by 12345"), "the flood did not begin");
         let start = Instant::now();
         let c = StoreClient::connect(server.addr(), &secret, soon()).unwrap();
         assert_eq!(c.add("n", 1).unwrap(), 1);
         let took = start.elapsed();
+        assert!(took < Duration::from_secs(1), "{addr}: {took:?}");
+        let tcp = addr == loopback();
+        let why = server.reasons().unwrap();
+        let want = if tcp { "beyond the limit of a user" } else { "of another user" };
+        assert!(why.contains(want), "{why}");
+        // A rank of a third user, and one of the user whose flood goes on.
+        for uid in [12346, 12345].into_iter().filter(|_| tcp) {
+            let start = Instant::now();
+            let rank = as_user(uid, &format!("{to} {}", secret.reveal())).output().unwrap();
+            assert!(rank.status.success(), "{uid}: {}", String::from_utf8_lossy(&rank.stdout));
+            assert!(start.elapsed() < Duration::from_secs(1), "{uid}: {:?}", start.elapsed());
+        }
         drop(child.stdin.take());
         child.wait().unwrap();
-        assert!(took < Duration::from_secs(1), "{addr}: {took:?}");
-        let why = server.reasons().unwrap();
-        let want = if addr == loopback() { "silent" } else { "of another user" };
-        assert!(why.contains(want), "{why}");
     }
 }
+
+/// One user has a small part of the connections in their hello, and all others half of them.
+#[test]
+fn each_other_user_has_a_limit_and_so_have_all() {
+    if !rustix::process::geteuid().is_root() {
+        return did_not_run(Lack::Root, "this user cannot start a process of another one");
+    }
+    let secret = Secret::random().unwrap();
+    let server = StoreServer::bind(&loopback(), &secret).unwrap();
+    let mut children = Vec::new();
+    for k in 1..=5 {
+        let mut child = as_user(20000 + k, &port(&server).to_string()).spawn().unwrap();
+        let mut lines = BufReader::new(child.stdout.take().unwrap()).lines();
+        assert!(lines.any(|l| l.unwrap().starts_with(">flooded by")), "{k}");
+        children.push((child, lines));
+        // Served behind all that the flood has opened.
+        StoreClient::connect(server.addr(), &secret, soon()).unwrap();
+        let open = 600 * u64::from(k) - server.refused();
+        assert!((1..=MOST_OPEN[k as usize - 1]).contains(&open), "{k} users have {open}");
+    }
+    for (mut c, _) in children {
+        drop(c.stdin.take());
+        c.wait().unwrap();
+    }
+}
+
+/// Connections that one to five users may have open together.
+const MOST_OPEN: [u64; 5] = [16, 32, 48, 64, 64];
 
 #[test]
 fn the_server_knows_why_it_refused() {
