@@ -9,7 +9,7 @@ use tilewire_kernels::hopper::{Epilogue, HOPPER_GEMM, HOPPER_GROUPED_GEMM};
 use tilewire_kernels::portable::EP_UNEVEN;
 
 use crate::attention::device::units;
-use crate::common::cuda::{kernel_specs, mantissa, spec, too_few_sms};
+use crate::common::cuda::{kernel_specs, lacks_sm90, mantissa, spec, too_few_sms};
 
 /// Epilogues of the grouped products of a layer of experts, and of their gradients.
 const EXPERTS: [Epilogue; 3] = [Epilogue::Plain, Epilogue::Linear, Epilogue::SwiGlu];
@@ -24,7 +24,7 @@ const EXPERTS: [Epilogue; 3] = [Epilogue::Plain, Epilogue::Linear, Epilogue::Swi
 pub fn compile_ahead(device: &Device, dtype: DType, heads: &[(usize, usize)]) -> Result<usize> {
     let Device::Cuda(ctx) = device else { return Ok(0) };
     let arch = ctx.arch()?;
-    let core = HOPPER_GROUPED_GEMM.runs_on(&arch) && too_few_sms(ctx)?.is_none();
+    let core = lacks_sm90(ctx, &HOPPER_GROUPED_GEMM)?.is_none() && too_few_sms(ctx)?.is_none();
     ctx.compile_ahead(&specs_of(&arch, core, dtype, heads))
 }
 

@@ -47,6 +47,8 @@ mod lacking;
 mod launches;
 #[path = "gpu/layouts.rs"]
 mod layouts;
+#[path = "gpu/little.rs"]
+mod little;
 #[path = "gpu/orders.rs"]
 mod orders;
 #[path = "gpu/parked.rs"]

@@ -28,6 +28,26 @@ pub(crate) fn too_few_sms(ctx: &CudaContext) -> Result<Option<String>> {
     Ok((num < LEAST_SMS).then(text))
 }
 
+/// Bytes of shared memory that a block has on every GPU of sm_90, of which the kernels for sm_90a
+/// take most.
+const SM90_SHARED_BYTES: u32 = 227 << 10;
+
+/// Returns why `ctx` does not run `source`, which is for sm_90a; none if it does.
+///
+/// # Errors
+/// What the driver reports.
+pub(crate) fn lacks_sm90(ctx: &CudaContext, source: &Source) -> Result<Option<String>> {
+    let (arch, shared) = (ctx.arch()?, ctx.max_shared_bytes()?);
+    Ok(if !source.runs_on(&arch) {
+        Some(format!("it is for sm_90a, and this is {arch}"))
+    } else if shared < SM90_SHARED_BYTES {
+        let text = "bytes of shared memory for a block, which this device limits to";
+        Some(format!("it takes up to {SM90_SHARED_BYTES} {text} {shared}"))
+    } else {
+        None
+    })
+}
+
 /// The results of `prepare`: nothing on the host, kernels and workspace (`T`) on a CUDA device. A
 /// plan is prepared for one device.
 pub(crate) struct Ready<T>(OnceLock<Place<T>>);

@@ -10,6 +10,7 @@ use tilewire_testing::{Lack, WORDS, did_not_run};
 use crate::DEVICES;
 use crate::driver::{COMMON, Driver};
 use crate::expected::IDLE;
+use crate::little::SHARED;
 
 const DRIVER: &str = include_str!("idle.c");
 /// What refuses allocations.
@@ -22,10 +23,11 @@ const BORROWED: &str = "borrowed::a_borrow_ends_at_once_and_what_it_used_behind_
 const FEW: &str = "launches::a_launch_and_its_wait_call_the_driver_rarely";
 const ONE: &str = "whole::sequential_by_puts_is_one_product";
 const ONCE: &str = "documents::who_needs_no_other_keys_attends_once";
+const LITTLE: &str = "little::plans_on_a_device_of_little_shared_memory_take_portable_kernels";
 
 /// A test, with how many devices (which divide 12, as some heads are), and which operations where
 /// not all.
-const RUNS: [(&str, usize, Option<&str>); 16] = [
+const RUNS: [(&str, usize, Option<&str>); 18] = [
     (DROPPED, 2, None),
     (DROPPED, 6, None),
     ("heaps::devices_are_left_in_any_order", 3, Some("14-19")),
@@ -43,6 +45,9 @@ const RUNS: [(&str, usize, Option<&str>); 16] = [
     (ONE, 6, None),
     (ONCE, 2, None),
     (ONCE, 6, None),
+    // As it is, and with as much as on sm_120.
+    (LITTLE, 1, None),
+    (LITTLE, 2, None),
 ];
 
 #[test]
@@ -72,6 +77,9 @@ fn host_code_runs_on_idle_devices() {
         ops.map(|ops| run.env("TW_TEAM_OPS", ops));
         if [FEW, ONE, ONCE].contains(&test) {
             run.env("TW_COUNTS", "1");
+        }
+        if test == LITTLE && devices == 2 {
+            run.env(SHARED, "101376");
         }
         if test == CALLS {
             // It wants other outputs than before.

@@ -15,7 +15,7 @@ use tilewire_kernels::attention::hopper::{
 
 use crate::attention::AttentionDesc;
 use crate::common::counters::Counters;
-use crate::common::cuda::load;
+use crate::common::cuda::{lacks_sm90, load};
 
 /// Bytes of the L2 cache that keys and values of the heads which are done together may take, of
 /// the 50 MB of an H100.
@@ -75,9 +75,7 @@ impl Hopper {
     /// # Errors
     /// What the driver reports.
     pub fn lacks(ctx: &CudaContext) -> Result<Option<String>> {
-        let arch = ctx.arch()?;
-        Ok((!SM90_ATTENTION.runs_on(&arch))
-            .then(|| format!("it is for sm_90a, and this is {arch}")))
+        lacks_sm90(ctx, &SM90_ATTENTION)
     }
 
     /// Loads the kernel of a description that is not [`unfit`], and the module that it is of.

@@ -16,7 +16,7 @@ use tilewire_kernels::hopper::{
 use super::cublaslt::row_counts;
 use super::product::{ACCUMULATE, Matrix, Product, bias_flag};
 use crate::common::counters::Counters;
-use crate::common::cuda::load;
+use crate::common::cuda::{lacks_sm90, load};
 use crate::common::kernel::GemmChoice;
 use crate::gemm::{AOrder, Activation, BOrder, GemmDesc};
 
@@ -142,8 +142,7 @@ impl Hopper {
     /// # Errors
     /// What the driver reports.
     pub fn lacks(ctx: &CudaContext) -> Result<Option<String>> {
-        let arch = ctx.arch()?;
-        Ok((!HOPPER_GEMM.runs_on(&arch)).then(|| format!("it is for sm_90a, and this is {arch}")))
+        lacks_sm90(ctx, &HOPPER_GEMM)
     }
 
     /// Loads the kernels of a description that is not [`unfit`].

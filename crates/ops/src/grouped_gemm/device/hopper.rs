@@ -15,7 +15,7 @@ use tilewire_kernels::hopper::{
 };
 
 use crate::common::counters::Counters;
-use crate::common::cuda::{hold, load};
+use crate::common::cuda::{hold, lacks_sm90, load};
 use crate::common::kernel::GemmChoice;
 use crate::gemm::Activation;
 use crate::grouped_gemm::GroupedDesc;
@@ -162,9 +162,7 @@ impl Hopper {
     /// # Errors
     /// What the driver reports.
     pub fn lacks(ctx: &CudaContext) -> Result<Option<String>> {
-        let arch = ctx.arch()?;
-        let runs = HOPPER_GROUPED_GEMM.runs_on(&arch);
-        Ok((!runs).then(|| format!("it is for sm_90a, and this is {arch}")))
+        lacks_sm90(ctx, &HOPPER_GROUPED_GEMM)
     }
 
     /// Loads the kernels of a description that is not [`unfit`].
