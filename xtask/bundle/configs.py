@@ -17,7 +17,8 @@ LIMIT_S = 60
 class Config:
     """One program to run: its name, command, how its output is judged, and whether it may compile.
     One that `takes` some GPUs only runs beside others; without it alone. `needs`: why it is left
-    out. `behind`: the one of its mode that runs just before it, without which it says nothing."""
+    out. `behind`: the one of its mode that runs just before it, without which it says nothing.
+    `limit_s`: the seconds that it may take."""
 
     def __init__(
         self,
@@ -30,10 +31,11 @@ class Config:
         needs=None,
         takes=None,
         behind=None,
+        limit_s=LIMIT_S,
     ):
         self.name, self.argv, self.judge, self.jit = name, argv, judge or by_status, jit
         self.env, self.preload, self.needs, self.takes = env or {}, preload, needs, takes
-        self.behind = behind
+        self.behind, self.limit_s = behind, limit_s
 
 
 def program(name):

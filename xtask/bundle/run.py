@@ -194,7 +194,7 @@ class Runner:
             if mode == "conformance" and self.n > 1 and not isinstance(c.needs, Reported):
                 self.unreported.append(name)
         else:
-            argv = ["timeout", "-k", "5", str(LIMIT_S), *c.argv]
+            argv = ["timeout", "-k", "5", str(c.limit_s), *c.argv]
             log = self.logs / (name.replace("/", "-") + ".txt")
             # A file, not a pipe: nobody who keeps it open keeps us waiting.
             with log.open("wb") as f:
@@ -210,8 +210,8 @@ class Runner:
             out = log.read_text(errors="replace")
             state, summary = c.judge(rc, out)
             # A program that a signal ended may give the same code: only time tells.
-            if rc in (124, 137) and time.monotonic() - start >= LIMIT_S:
-                state, summary = "failed", f"ended after {LIMIT_S} s: " + summary
+            if rc in (124, 137) and time.monotonic() - start >= c.limit_s:
+                state, summary = "failed", f"ended after {c.limit_s} s: " + summary
             left = self.settle(name)
             if left:
                 state, summary = "failed", f"left behind: {left}; " + summary
