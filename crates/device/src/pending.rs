@@ -41,7 +41,8 @@ impl<T, Q: Queue> Pending<T, Q> {
         Self { on_end: Some(Box::new(f)), ..self }
     }
 
-    /// Blocks until the work is complete and hands out the result.
+    /// Blocks until the work is complete and hands out the result. On the host this thread runs
+    /// what waits on the stream itself, where no other thread has begun it.
     ///
     /// # Errors
     /// The fault of the team, if one is set; its outputs are then poisoned. The first error of

@@ -342,7 +342,9 @@ impl Queue for Stream {
     fn synchronize_at(&self, event: &Event, deadline: Option<Deadline>) -> Result<()> {
         match (self, event.0.get()) {
             (Stream::Cuda(s), Some(Kind::Cuda(e))) => s.synchronize_at(e, deadline),
-            // A node of the host holds what it uses until it has run.
+            // A node of the host holds what it uses until it has run. One that this thread runs
+            // could outlast a deadline.
+            (Stream::Host(s), Some(Kind::Host(e))) if deadline.is_none() => s.synchronize_at(e),
             _ => event.synchronize(deadline),
         }
     }

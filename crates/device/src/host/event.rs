@@ -1,11 +1,12 @@
 //! Events: points in a stream that others can wait for.
 
-use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, PoisonError, Weak};
 use std::time::Duration;
 
 use tilewire_core::{Deadline, Error, Process, Result};
 
 use super::graph::CaptureMark;
+use super::stream::Lane;
 use crate::pending::timed_out;
 
 /// A point in a stream. Recording it again moves it; a wait refers to the last record that
@@ -28,6 +29,30 @@ struct State {
     reached: u64,
     /// The place of the last record in a capture, if it was captured.
     mark: Option<CaptureMark>,
+    /// The stream that the last record is queued on.
+    lane: Weak<Lane>,
+}
+
+/// A record of an event, and the stream that it is queued on: the event may be recorded elsewhere
+/// since, behind work that waits for this.
+pub(super) struct Target {
+    event: HostEvent,
+    number: u64,
+    lane: Weak<Lane>,
+}
+
+impl Target {
+    /// Blocks until the record is reached; until then this thread runs what waits in front of it,
+    /// where nobody has begun.
+    pub fn wait(&self) {
+        if let Some(lane) = self.lane.upgrade() {
+            lane.help(|| self.event.state().reached >= self.number);
+        }
+        let mut s = self.event.state();
+        while s.reached < self.number {
+            s = self.event.0.done.wait(s).unwrap_or_else(PoisonError::into_inner);
+        }
+    }
 }
 
 impl HostEvent {
@@ -40,11 +65,12 @@ impl HostEvent {
         self.0.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Notes a record; returns its number.
-    pub(super) fn issue(&self) -> u64 {
+    /// Notes a record that `lane` gets; returns its number.
+    pub(super) fn issue(&self, lane: &Arc<Lane>) -> u64 {
         let mut s = self.state();
         s.recorded += 1;
         s.mark = None;
+        s.lane = Arc::downgrade(lane);
         s.recorded
     }
 
@@ -57,9 +83,10 @@ impl HostEvent {
         self.state().mark.clone()
     }
 
-    /// Number of the last record: what a wait issued now must see.
-    pub(super) fn target(&self) -> u64 {
-        self.state().recorded
+    /// The last record: what a wait issued now must see.
+    pub(super) fn target(&self) -> Target {
+        let s = self.state();
+        Target { event: self.clone(), number: s.recorded, lane: s.lane.clone() }
     }
 
     pub(super) fn reach(&self, number: u64) {
@@ -67,13 +94,6 @@ impl HostEvent {
         s.reached = s.reached.max(number);
         drop(s);
         self.0.done.notify_all();
-    }
-
-    pub(super) fn wait_for(&self, number: u64) {
-        let mut s = self.state();
-        while s.reached < number {
-            s = self.0.done.wait(s).unwrap_or_else(PoisonError::into_inner);
-        }
     }
 
     /// True if every record so far has been reached.

@@ -1,10 +1,13 @@
-//! The host device: a stream is a worker thread that takes nodes from a queue.
+//! The host device: a stream is a queue of nodes, and a thread that runs them.
 
 mod event;
 mod graph;
+mod line;
 mod stream;
 #[cfg(test)]
 mod tests;
+
+use std::sync;
 
 pub use event::HostEvent;
 pub use graph::{HostGraph, HostGraphExec};

@@ -2,7 +2,6 @@
 
 use std::borrow::Cow;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Instant;
@@ -10,8 +9,9 @@ use std::time::Instant;
 use tilewire_core::memory::error_of_panic;
 use tilewire_core::{Error, ErrorKind, Process, Result, inject};
 
-use super::event::HostEvent;
+use super::event::{HostEvent, Target};
 use super::graph::{CaptureMark, HostGraph, HostGraphExec, LaneOp, Session};
+use super::line::Line;
 use crate::{Fault, Tracer};
 
 type Run = Arc<dyn Fn() -> Result<()> + Send + Sync>;
@@ -84,11 +84,47 @@ impl Node {
 pub(super) enum Job {
     Node(Node),
     Record(HostEvent, u64),
-    Wait(HostEvent, u64),
+    Wait(Target),
     Graph(Arc<HostGraph>, Arc<Vec<HostStream>>),
 }
 
-/// A queue of work that runs in order on its own thread. Clones are the same stream.
+/// The queue of a stream, its name, and where spans and errors of its jobs go.
+pub(super) struct Lane {
+    name: String,
+    line: Line<Job>,
+    tracer: Option<Arc<Tracer>>,
+    /// Errors of nodes without fault domain.
+    error: Arc<Fault>,
+}
+
+impl Lane {
+    /// Runs jobs on this thread until `done`: see [`Line::help`].
+    pub fn help(&self, done: impl Fn() -> bool) {
+        self.line.help(done, |job| self.run(job));
+    }
+
+    fn run(&self, job: Job) {
+        match job {
+            Job::Node(node) => self.timed(&node.name, || node.execute()),
+            Job::Graph(graph, lanes) => self.timed("graph", || graph.run(&lanes)),
+            Job::Record(e, number) => e.reach(number),
+            Job::Wait(target) => target.wait(),
+        }
+    }
+
+    fn timed(&self, name: &str, run: impl FnOnce() -> Result<()>) {
+        let start = Instant::now();
+        if let Err(e) = run() {
+            self.error.set(e);
+        }
+        if let Some(t) = &self.tracer {
+            t.add(name, &self.name, start);
+        }
+    }
+}
+
+/// A queue of work that runs in order, on its own thread or on one that waits for it. Clones are
+/// the same stream.
 #[derive(Clone)]
 pub struct HostStream(Arc<Inner>);
 
@@ -103,11 +139,9 @@ fn release(session: &Session) {
 }
 
 struct Inner {
-    name: String,
-    queue: Mutex<Option<Sender<Job>>>,
+    lane: Arc<Lane>,
     worker: Mutex<Option<JoinHandle<()>>>,
     capture: Mutex<Capture>,
-    error: Arc<Fault>,
     process: Process,
 }
 
@@ -129,13 +163,13 @@ impl HostStream {
     /// # Errors
     /// As [`HostStream::new`].
     pub fn with_tracer(name: impl Into<String>, tracer: Option<Arc<Tracer>>) -> Result<Self> {
-        let (name, (tx, rx)) = (name.into(), channel());
-        let error = Arc::new(Fault::new());
-        let (lane, sink) = (name.clone(), error.clone());
+        let (name, error) = (name.into(), Arc::new(Fault::new()));
+        let lane = Arc::new(Lane { name: name.clone(), line: Line::new(), tracer, error });
+        let mine = lane.clone();
         inject::step("starting a stream")?;
         let worker = std::thread::Builder::new()
             .name(format!("tw-{name}"))
-            .spawn(move || work(&rx, &lane, tracer.as_deref(), &sink))
+            .spawn(move || mine.line.work(|job| mine.run(job)))
             .map_err(|e| {
                 Error::new(
                     ErrorKind::Exhausted,
@@ -145,24 +179,22 @@ impl HostStream {
                 .hint("raise the limits of processes (`ulimit -u`) and of the address space (`ulimit -v`)")
             })?;
         Ok(Self(Arc::new(Inner {
-            name,
-            queue: Mutex::new(Some(tx)),
+            lane,
             worker: Mutex::new(Some(worker)),
             capture: Mutex::new(None),
-            error,
             process: Process::default(),
         })))
     }
 
     /// The name given at creation.
     pub fn name(&self) -> &str {
-        &self.0.name
+        &self.0.lane.name
     }
 
     pub(super) fn submit(&self, job: Job) -> Result<()> {
         self.0.process.check()?;
-        let gone = || Error::internal(format!("stream `{}` has ended", self.0.name));
-        lock(&self.0.queue).as_ref().ok_or_else(gone)?.send(job).map_err(|_| gone())
+        self.0.lane.line.push(job);
+        Ok(())
     }
 
     /// Queues `node`, or adds it to the capture in progress.
@@ -171,7 +203,7 @@ impl HostStream {
     /// An error that an earlier node without fault domain left behind; `Stale` in a forked child.
     pub fn launch(&self, node: Node) -> Result<()> {
         self.0.process.check()?;
-        self.0.error.check()?;
+        self.0.lane.error.check()?;
         if let Some((session, lane)) = &*self.capture() {
             session.push(*lane, LaneOp::Node(node));
             return Ok(());
@@ -184,7 +216,7 @@ impl HostStream {
     /// # Errors
     /// That error.
     pub fn check(&self) -> Result<()> {
-        self.0.error.check()
+        self.0.lane.error.check()
     }
 
     /// Records `event` behind what is queued now.
@@ -197,7 +229,7 @@ impl HostStream {
             event.issue_captured(CaptureMark { session: session.clone(), id });
             return Ok(());
         }
-        self.submit(Job::Record(event.clone(), event.issue()))
+        self.submit(Job::Record(event.clone(), event.issue(&self.0.lane)))
     }
 
     /// Makes later work of this stream wait for the last record of `event`. If that record was
@@ -211,10 +243,10 @@ impl HostStream {
         match (&*capture, event.mark()) {
             (_, Some(mark)) if mark.session.has_ended() => Err(Error::invalid(format!(
                 "stream `{}` cannot wait for an event of a capture that has ended",
-                self.0.name
+                self.name()
             ))
             .hint("replay the graph, and wait for an event recorded behind the replay")),
-            (None, None) => self.submit(Job::Wait(event.clone(), event.target())),
+            (None, None) => self.submit(Job::Wait(event.target())),
             (None, Some(mark)) => {
                 let lane = mark.session.add_lane();
                 mark.session.push(lane, LaneOp::Wait(mark.id));
@@ -231,7 +263,7 @@ impl HostStream {
             (Some(_), None) if event.is_done() => Ok(()),
             (Some(_), _) => Err(Error::invalid(format!(
                 "stream `{}` is being captured and cannot wait for an event from outside",
-                self.0.name
+                self.name()
             ))
             .hint("record the event inside the capture, or wait for it before the capture")),
         }
@@ -244,7 +276,7 @@ impl HostStream {
     pub fn begin_capture(&self) -> Result<()> {
         let mut capture = self.capture();
         if capture.is_some() {
-            return Err(Error::invalid(format!("stream `{}` is already captured", self.0.name)));
+            return Err(Error::invalid(format!("stream `{}` is already captured", self.name())));
         }
         let session = Session::new();
         let lane = session.add_lane();
@@ -263,7 +295,7 @@ impl HostStream {
             *self.capture() = taken;
             return Err(Error::invalid(format!(
                 "no capture was begun on stream `{}`",
-                self.0.name
+                self.name()
             )));
         };
         release(&session);
@@ -302,8 +334,22 @@ impl HostStream {
         if self.is_capturing() {
             return Err(Error::invalid("a graph cannot be launched into a capture"));
         }
-        self.0.error.check()?;
+        self.0.lane.error.check()?;
         self.submit(Job::Graph(graph.graph.clone(), graph.lanes.clone()))
+    }
+
+    /// Blocks until `event`, which was recorded here last, is reached. Until then this thread runs
+    /// what waits in the queue, where the stream's own has not begun: two changes of threads cost
+    /// more than a small piece of work.
+    ///
+    /// # Errors
+    /// As [`HostEvent::synchronize`].
+    pub(crate) fn synchronize_at(&self, event: &HostEvent) -> Result<()> {
+        self.0.process.check()?;
+        if event.mark().is_none() {
+            self.0.lane.help(|| event.is_done());
+        }
+        event.synchronize(None)
     }
 
     /// Blocks until everything queued so far has run.
@@ -313,7 +359,7 @@ impl HostStream {
     pub fn synchronize(&self) -> Result<()> {
         let e = HostEvent::new();
         self.record(&e)?;
-        e.synchronize(None)?;
+        self.synchronize_at(&e)?;
         self.check()
     }
 }
@@ -323,8 +369,7 @@ impl Drop for Inner {
         // A forked child lacks the thread: its handle and its queue must not be touched.
         if self.process.is_foreign() {
             let worker = self.worker.get_mut().unwrap_or_else(PoisonError::into_inner).take();
-            let queue = self.queue.get_mut().unwrap_or_else(PoisonError::into_inner).take();
-            std::mem::forget((worker, queue));
+            std::mem::forget((worker, self.lane.clone()));
             return;
         }
         // A capture that was begun here and given up: the session and the streams that joined it
@@ -332,8 +377,8 @@ impl Drop for Inner {
         if let Some((session, 0)) = lock(&self.capture).take() {
             release(&session);
         }
-        // Closing the queue ends the worker once it is drained.
-        drop(lock(&self.queue).take());
+        // The worker ends once nothing waits.
+        self.lane.line.close();
         // A rank that panics must not first wait for what its peers will never do: the worker
         // holds what it uses, and ends when they learn of the death.
         if let Some(w) = lock(&self.worker).take()
@@ -342,33 +387,6 @@ impl Drop for Inner {
         {
             // A worker never panics (nodes are caught), so there is nothing to report.
             drop(w.join());
-        }
-    }
-}
-
-fn work(rx: &Receiver<Job>, lane: &str, tracer: Option<&Tracer>, error: &Fault) {
-    while let Ok(job) = rx.recv() {
-        match job {
-            Job::Node(node) => {
-                let start = Instant::now();
-                if let Err(e) = node.execute() {
-                    error.set(e);
-                }
-                if let Some(t) = tracer {
-                    t.add(&node.name, lane, start);
-                }
-            }
-            Job::Record(e, number) => e.reach(number),
-            Job::Wait(e, number) => e.wait_for(number),
-            Job::Graph(graph, lanes) => {
-                let start = Instant::now();
-                if let Err(e) = graph.run(&lanes) {
-                    error.set(e);
-                }
-                if let Some(t) = tracer {
-                    t.add("graph", lane, start);
-                }
-            }
         }
     }
 }

@@ -24,6 +24,72 @@ fn a_stream_runs_in_order() {
     assert_eq!(*log.lock().unwrap(), (0..100).collect::<Vec<_>>());
 }
 
+/// Threads that wait run what is queued, one at a time, in the order of each thread that queues.
+#[test]
+fn jobs_of_a_stream_run_one_at_a_time_and_in_order_whoever_waits() {
+    let s = Stream::new("s").unwrap();
+    let log = Arc::new(Mutex::new(Vec::new()));
+    let (inside, by_waiters) = (Arc::new(AtomicU64::new(0)), Arc::new(AtomicU64::new(0)));
+    let job = |thread: u32, i: u32| {
+        let (log, inside, by_waiters) = (log.clone(), inside.clone(), by_waiters.clone());
+        Node::new("job", move || {
+            assert_eq!(inside.fetch_add(1, Ordering::SeqCst), 0, "two jobs at once");
+            log.lock().unwrap().push((thread, i));
+            let own = std::thread::current().name() == Some("tw-s");
+            by_waiters.fetch_add(u64::from(!own), Ordering::SeqCst);
+            inside.fetch_sub(1, Ordering::SeqCst);
+            Ok(())
+        })
+    };
+    std::thread::scope(|t| {
+        for thread in 0..4 {
+            let (s, job) = (s.clone(), &job);
+            t.spawn(move || {
+                for i in 0..2000 {
+                    s.launch(job(thread, i)).unwrap();
+                    // Some wait at once, some never.
+                    if i % (thread + 1) == 0 && thread < 3 {
+                        s.synchronize().unwrap();
+                    }
+                }
+            });
+        }
+    });
+    s.synchronize().unwrap();
+    let log = log.lock().unwrap();
+    for thread in 0..4 {
+        let of = log.iter().filter(|(t, _)| *t == thread).map(|(_, i)| *i);
+        assert!(of.eq(0..2000), "thread {thread}");
+    }
+    assert!(by_waiters.load(Ordering::SeqCst) > 0, "nobody who waited ran anything");
+}
+
+/// A thread that waits for an event leaves to the stream's own what is queued behind it.
+#[test]
+fn who_waits_runs_nothing_that_it_does_not_wait_for() {
+    let s = HostStream::new("s").unwrap();
+    let (begun, go) = (Arc::new(AtomicU64::new(0)), Arc::new(AtomicU64::new(0)));
+    let e = HostEvent::new();
+    s.launch(Node::new("first", || Ok(()))).unwrap();
+    s.record(&e).unwrap();
+    let (b, g) = (begun.clone(), go.clone());
+    s.launch(Node::new("long", move || {
+        b.store(1, Ordering::SeqCst);
+        while g.load(Ordering::SeqCst) == 0 {
+            std::thread::yield_now();
+        }
+        Ok(())
+    }))
+    .unwrap();
+    s.synchronize_at(&e).unwrap();
+    // The stream's own thread takes it.
+    while begun.load(Ordering::SeqCst) == 0 {
+        std::thread::yield_now();
+    }
+    go.store(1, Ordering::SeqCst);
+    s.synchronize().unwrap();
+}
+
 #[test]
 fn an_event_orders_two_streams() {
     let (a, b) = (Stream::new("a").unwrap(), Stream::new("b").unwrap());
