@@ -17,7 +17,6 @@ mod error;
 pub mod inject;
 pub mod memory;
 pub mod numerics;
-mod process;
 mod qtensor;
 mod rank;
 mod rng;
@@ -28,8 +27,6 @@ pub use config::{BackendKind, Config, JitMode, LogLevel};
 pub use deadline::Deadline;
 pub use dtype::{DType, Element, F8E4M3, F8E5M2, convert_from_f32, convert_to_f32};
 pub use error::{Error, ErrorKind, Result};
-#[doc(hidden)]
-pub use process::Process;
 pub use qtensor::{QTensor, ScaleLayout};
 pub use rank::{Rank, Team};
 pub use rng::Rng;

@@ -3,7 +3,7 @@
 //! A [`Stream`] is a queue of work that runs in order; an [`Event`] is a point in it; a [`Graph`]
 //! is a captured piece of it that can be replayed; [`Memory`] is bytes on the device; a
 //! [`Pending`] is the token of work in flight. The `host` device runs each stream on a worker
-//! thread, so that every ordering bug that a GPU could show, the host can show too; [`cuda`] is
+//! thread (or on one that waits for it), so that ordering bugs of GPUs show there; [`cuda`] is
 //! the other device. [`Stream`], [`Event`], [`Graph`] and [`Tensor`] are of any device, so that an
 //! operation and its caller are written once; [`Queue`], [`Point`] and [`Buffer`] are what one
 //! source needs that is compiled for each device.
@@ -22,6 +22,7 @@ pub mod jit;
 mod loan;
 mod memory;
 mod pending;
+mod process;
 mod queue;
 mod stream;
 mod tensor;
@@ -31,6 +32,8 @@ pub use fault::{Fault, Probe};
 pub use host::{HostEvent, HostGraph, HostGraphExec, HostStream, Node};
 pub use memory::{Memory, MemoryRead, MemoryWrite};
 pub use pending::{OnEnd, Pending};
+#[doc(hidden)]
+pub use process::Process;
 pub use queue::{Buffer, Point, Queue};
 pub use stream::{Event, Graph, GraphExec, Stream};
 pub use tensor::{Device, Tensor};

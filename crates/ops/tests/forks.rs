@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 
 use table::*;
 use tilewire_core::ErrorKind;
+use tilewire_device::Process;
 use tilewire_symm::{World, WorldCfg};
 
 unsafe extern "C" {
@@ -91,4 +92,18 @@ fn a_forked_child_can_drop_all_and_call_nothing() {
         team.check()
     })
     .unwrap();
+}
+
+/// Children are told from their parents, and from their own children, without a call of the system.
+#[test]
+fn each_process_of_a_line_of_forks_is_another_one() {
+    let ours = Process::default();
+    assert!(!ours.is_foreign());
+    let status = in_child(|| {
+        let mine = Process::default();
+        let below = in_child(|| i32::from(!(ours.is_foreign() && mine.is_foreign())));
+        i32::from(!(ours.is_foreign() && !mine.is_foreign() && below == 0))
+    });
+    assert_eq!(status, 0);
+    assert!(!ours.is_foreign(), "a child's forks are not ours");
 }

@@ -8,8 +8,8 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 
 use tilewire_boot::{Mesh, Parcel, PeerExit};
-use tilewire_core::{Deadline, Error, ErrorKind, Process, Rank, Result, Team};
-use tilewire_device::Fault;
+use tilewire_core::{Deadline, Error, ErrorKind, Rank, Result, Team};
+use tilewire_device::{Fault, Process};
 
 use crate::broadcast_status::{Stop, exchange_parts, leave_word};
 use crate::control::{Control, NUM_CHANNELS, NUM_SIGNALS, page_bytes};

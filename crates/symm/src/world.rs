@@ -5,9 +5,9 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use tilewire_boot::{Mesh, PeerExit, ThreadMesh};
-use tilewire_core::{BackendKind, Config, Error, ErrorKind, Process, Rank, Result, Team};
-use tilewire_device::Fault;
+use tilewire_core::{BackendKind, Config, Error, ErrorKind, Rank, Result, Team};
 use tilewire_device::cuda::NcclComm;
+use tilewire_device::{Fault, Process};
 
 use crate::nccl::{Adopted, GRACE};
 use crate::silence::Siblings;

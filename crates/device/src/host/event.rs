@@ -3,10 +3,11 @@
 use std::sync::{Arc, Condvar, Mutex, PoisonError, Weak};
 use std::time::Duration;
 
-use tilewire_core::{Deadline, Error, Process, Result};
+use tilewire_core::{Deadline, Error, Result};
 
 use super::graph::CaptureMark;
 use super::stream::Lane;
+use crate::Process;
 use crate::pending::timed_out;
 
 /// A point in a stream. Recording it again moves it; a wait refers to the last record that

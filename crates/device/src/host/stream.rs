@@ -7,12 +7,12 @@ use std::thread::JoinHandle;
 use std::time::Instant;
 
 use tilewire_core::memory::error_of_panic;
-use tilewire_core::{Error, ErrorKind, Process, Result, inject};
+use tilewire_core::{Error, ErrorKind, Result, inject};
 
 use super::event::{HostEvent, Target};
 use super::graph::{CaptureMark, HostGraph, HostGraphExec, LaneOp, Session};
 use super::line::Line;
-use crate::{Fault, Tracer};
+use crate::{Fault, Process, Tracer};
 
 type Run = Arc<dyn Fn() -> Result<()> + Send + Sync>;
 type Poison = Arc<dyn Fn() + Send + Sync>;
