@@ -14,6 +14,7 @@
 
 use std::collections::VecDeque;
 use std::sync::PoisonError;
+use std::thread::ThreadId;
 
 use super::sync::{Condvar, Mutex, MutexGuard};
 
@@ -24,8 +25,8 @@ pub(super) struct Line<J> {
 
 struct Waiting<J> {
     jobs: VecDeque<J>,
-    /// A thread runs a job.
-    busy: bool,
+    /// The thread that runs a job.
+    busy: Option<ThreadId>,
     /// The stream's own thread sleeps, and nobody has woken it.
     asleep: bool,
     /// No more jobs come.
@@ -38,14 +39,14 @@ struct Turn<'a, J>(&'a Line<J>);
 impl<J> Drop for Turn<'_, J> {
     fn drop(&mut self) {
         let mut w = self.0.lock();
-        w.busy = false;
+        w.busy = None;
         self.0.wake(w);
     }
 }
 
 impl<J> Line<J> {
     pub fn new() -> Self {
-        let waiting = Waiting { jobs: VecDeque::new(), busy: false, asleep: false, closed: false };
+        let waiting = Waiting { jobs: VecDeque::new(), busy: None, asleep: false, closed: false };
         Self { waiting: Mutex::new(waiting), changed: Condvar::new() }
     }
 
@@ -55,7 +56,7 @@ impl<J> Line<J> {
 
     /// Wakes the stream's own thread if it sleeps and there is something for it to do.
     fn wake(&self, mut w: MutexGuard<'_, Waiting<J>>) {
-        let is_due = !w.busy && (w.closed || !w.jobs.is_empty());
+        let is_due = w.busy.is_none() && (w.closed || !w.jobs.is_empty());
         if is_due && std::mem::take(&mut w.asleep) {
             drop(w);
             self.changed.notify_one();
@@ -75,10 +76,15 @@ impl<J> Line<J> {
         self.wake(w);
     }
 
+    /// Returns whether this thread runs a job.
+    pub fn is_mine(&self) -> bool {
+        self.lock().busy == Some(std::thread::current().id())
+    }
+
     /// The first job and the right to run it, if it is nobody else's turn.
     fn take(&self, w: &mut Waiting<J>) -> Option<(J, Turn<'_, J>)> {
-        let job = if w.busy { None } else { w.jobs.pop_front() }?;
-        w.busy = true;
+        let job = if w.busy.is_some() { None } else { w.jobs.pop_front() }?;
+        w.busy = Some(std::thread::current().id());
         Some((job, Turn(self)))
     }
 
@@ -91,7 +97,7 @@ impl<J> Line<J> {
                 run(job);
                 drop(turn);
                 w = self.lock();
-            } else if w.closed && !w.busy {
+            } else if w.closed && w.busy.is_none() {
                 return;
             } else {
                 w.asleep = true;
@@ -104,7 +110,7 @@ impl<J> Line<J> {
     /// waits or another thread is at one, which then goes on with the others.
     pub fn help(&self, done: impl Fn() -> bool, run: impl Fn(J)) {
         let mut w = self.lock();
-        if w.busy || done() {
+        if w.busy.is_some() || done() {
             return;
         }
         let Some((mut job, _turn)) = self.take(&mut w) else { return };

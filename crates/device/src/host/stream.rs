@@ -381,8 +381,10 @@ impl Drop for Inner {
         self.lane.line.close();
         // A rank that panics must not first wait for what its peers will never do: the worker
         // holds what it uses, and ends when they learn of the death.
+        // One of its own jobs may have had the last handle: the worker ends behind it.
         if let Some(w) = lock(&self.worker).take()
             && w.thread().id() != std::thread::current().id()
+            && !self.lane.line.is_mine()
             && !std::thread::panicking()
         {
             // A worker never panics (nodes are caught), so there is nothing to report.

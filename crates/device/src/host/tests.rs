@@ -64,6 +64,46 @@ fn jobs_of_a_stream_run_one_at_a_time_and_in_order_whoever_waits() {
     assert!(by_waiters.load(Ordering::SeqCst) > 0, "nobody who waited ran anything");
 }
 
+/// The last handle of a stream may be in one of its jobs, which another thread runs: its end does
+/// not wait for itself.
+#[test]
+fn a_stream_may_end_in_its_own_job_on_another_thread() {
+    let (tx, ended) = std::sync::mpsc::channel();
+    std::thread::spawn(move || {
+        let other = HostStream::new("other").unwrap();
+        let by_others = Arc::new(AtomicU64::new(0));
+        for _ in 0..500 {
+            let (s, e) = (HostStream::new("s").unwrap(), HostEvent::new());
+            let (last, by) = (Mutex::new(Some(s.clone())), by_others.clone());
+            let node = Node::new("last", move || {
+                let own = std::thread::current().name() == Some("tw-s");
+                by.fetch_add(u64::from(!own), Ordering::SeqCst);
+                drop(last.lock().unwrap().take());
+                Ok(())
+            });
+            let open = Arc::new(AtomicU64::new(0));
+            let gate = open.clone();
+            // Nobody runs the job before this handle has gone.
+            s.launch(Node::new("gate", move || {
+                while gate.load(Ordering::SeqCst) == 0 {
+                    std::thread::yield_now();
+                }
+                Ok(())
+            }))
+            .unwrap();
+            s.launch(node).unwrap();
+            s.record(&e).unwrap();
+            other.wait(&e).unwrap();
+            drop(s);
+            open.store(1, Ordering::SeqCst);
+            other.synchronize().unwrap();
+        }
+        tx.send(by_others.load(Ordering::SeqCst)).unwrap();
+    });
+    let by_others = ended.recv_timeout(Duration::from_secs(60)).expect("a stream waits for itself");
+    assert!(by_others > 0, "no other thread ran a last job");
+}
+
 /// A thread that waits for an event leaves to the stream's own what is queued behind it.
 #[test]
 fn who_waits_runs_nothing_that_it_does_not_wait_for() {
