@@ -94,7 +94,7 @@ fn a_forked_child_can_drop_all_and_call_nothing() {
     .unwrap();
 }
 
-/// Children are told from their parents, and from their own children, without a call of the system.
+/// A child is distinguished from its parent, and from its own children, without a system call.
 #[test]
 fn each_process_of_a_line_of_forks_is_another_one() {
     let ours = Process::default();
