@@ -334,6 +334,8 @@ store = distributed.global_state.client
 if rank == 0:
     store.key_value_set("server", str(os.getpid()))
     store.blocking_key_value_get("stop now", 60_000)
+    # The answer to the other rank's `set` comes from this process, and is on its way.
+    time.sleep(0.5)
     os.kill(os.getpid(), signal.SIGSTOP)
 server = int(store.blocking_key_value_get("server", 60_000))
 # Killed once this process has ended.
