@@ -24,6 +24,7 @@ from judges import (
     by_shared_gpu,
     by_survivors,
     by_warning,
+    rows_but,
 )
 
 # Operations whose rank is stopped, a set of processes for some of them; and those whose rank is
@@ -153,10 +154,13 @@ def worse(n, verify):
         yield Config(f"{name}-verify", two, by_hint(*words), env=env, needs=gcc)
         if found and not alone:
             yield Config(f"{name}-doctor", doctor, by_finding(*found), env=env, jit=True, needs=gcc)
-    # As on sm_86, sm_89 and sm_120: other tiles, or the plain kernels.
+    # As on sm_86, sm_89 and sm_120: other tiles, or the plain kernels. Cases that name that of
+    # sm_90a are refused.
     attention = tilewire("verify --backend vmm --json --op attention --ranks 1")
-    env = {"TW_SHARED_BYTES": "101376"}
-    yield Config("little-shared-memory", attention, by_rows, True, env, takes=1, needs=gcc)
+    bytes_of_block = "101376"
+    env = {"TW_SHARED_BYTES": bytes_of_block}
+    refused = rows_but("/hopper", why=f"which this device limits to {bytes_of_block}")
+    yield Config("little-shared-memory", attention, refused, True, env, takes=1, needs=gcc)
     # Through NCCL it works.
     if n > 1:
         nccl = tilewire("verify --backend vmm --json --op nccl --dtype bf16 --ranks 2")

@@ -211,7 +211,9 @@ def of_one_gpu(n):
     # Tensor maps of tests have a kernel of their own.
     skips = ["--skip", "attention", "--skip", "emulated", "--skip", "maps::"]
     yield Config("ops", [program("gpu"), *skips, "--skip", "hopper::"], by_tests, takes=1)
-    yield Config("ops-hopper", [program("gpu"), "hopper::", *skips], by_tests, takes=1)
+    # 24 s on a quick host, 60 on a slow one: references of the CPU.
+    hopper = [program("gpu"), "hopper::", *skips]
+    yield Config("ops-hopper", hopper, by_tests, takes=1, limit_s=2 * LIMIT_S)
     maps = [program("gpu"), "maps::", "--skip", "emulated"]
     yield Config("tensor-maps", maps, by_tests, jit=True)
     attention = [program("gpu"), "attention", "--skip", "emulated"]
@@ -298,6 +300,8 @@ def verified(n, two):
                 ranks if ranks < n else None,
             )
             lacks, compiles = two if name == "nccl" else None, name in ["attention", "nccl"]
+            # NCCL makes its communicators anew for each case: 50 s on a slow host.
+            limit_s = (2 if name == "nccl" else 1) * LIMIT_S
             yield Config(
                 f"verify-threads-{ranks}-{name}",
                 threads,
@@ -305,6 +309,7 @@ def verified(n, two):
                 compiles,
                 takes=takes,
                 needs=lacks,
+                limit_s=limit_s,
             )
             if ranks > 1:
                 processes = ranks_of(ranks, program("tilewire"), *flags)
@@ -315,6 +320,7 @@ def verified(n, two):
                     compiles,
                     takes=takes,
                     needs=lacks,
+                    limit_s=limit_s,
                 )
 
 

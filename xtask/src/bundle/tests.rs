@@ -225,17 +225,19 @@ fn runner(script: &str) -> String {
 fn rows_that_did_not_run_are_failures() {
     let said = runner(
         "row = lambda op, **more: json.dumps({'op': op, 'dtype': 'bf16', 'ranks': 2, 'shape': 'm=1', 'wrong': 0, **more})\n\
-         right, left = row('all_gather'), row('nccl/ag_gemm', unsupported=True, note='no peers')\n\
-         for judge, rows in [(judges.by_rows, [right]), (judges.by_rows, [right, left]), (judges.rows_but('nccl/'), [right, left]),\n\
-         \x20   (judges.rows_but('nccl/'), [left]), (judges.rows_but('ep'), [right, left]), (judges.by_rows, [right, row('ep', wrong=3)])]:\n\
+         right, left = row('all_gather'), row('ag_gemm/nccl', unsupported=True, note='no peers')\n\
+         but, ran = judges.rows_but('/nccl', why='peers'), row('gemm_rs/nccl')\n\
+         for judge, rows in [(judges.by_rows, [right]), (judges.by_rows, [right, left]), (but, [right, left]),\n\
+         \x20   (but, [left]), (judges.rows_but('/ep', why='peers'), [right, left]), (judges.by_rows, [right, row('ep', wrong=3)]),\n\
+         \x20   (judges.rows_but('/nccl', why='memory'), [right, left]), (but, [right, left, ran])]:\n\
          \x20   print(*judge(0, '\\n'.join(rows)))\n\
          print(*judges.by_rows(1, right))",
     );
     let said: Vec<_> = said.lines().collect();
     let states: Vec<_> = said.iter().filter_map(|l| l.split(' ').next()).collect();
-    let want = ["passed", "failed", "passed", "failed", "failed", "failed", "failed"];
-    assert_eq!(states, want, "{said:#?}");
-    assert!(said[1].contains("nccl/ag_gemm") && said[1].contains("no peers"), "{}", said[1]);
+    let want = "passed failed passed failed failed failed failed failed failed";
+    assert_eq!(states.join(" "), want, "{said:#?}");
+    assert!(said[1].contains("ag_gemm/nccl") && said[1].contains("no peers"), "{}", said[1]);
 }
 
 #[test]
