@@ -19,6 +19,8 @@ from jax.sharding import PartitionSpec as P
 
 import tilewire.jax as tw
 
+# GPUs would round the inputs of the dense products to TF32.
+jax.config.update("jax_default_matmul_precision", "highest")
 LAYERS, HIDDEN, INNER, TOKENS = 4, 64, 256, 32
 # Of x, and of the weights of all layers: rows of the first, columns of the second are divided.
 SPECS = (P("tp"), P(None, "tp"), P(None, None, "tp"))
