@@ -69,7 +69,7 @@ fn try_make(root: &Path, archs: &[String], nvrtc: Option<&Path>) -> Result<Strin
         fs::write(&to, commit).map_err(|e| format!("{}: {e}", to.display()))?;
     }
     let program = dir.join("tilewire");
-    let wheel = nvrtc.map_or_else(|| crate::stages::nvrtc_wheel(root), |_| None);
+    let wheel = nvrtc.map_or_else(|| crate::kernels::nvrtc_wheel(root), |_| None);
     let mut compile = Command::new(&program);
     compile.args(["kernels", "compile", "--arch", &archs.join(","), "--out"]).arg(&cubins);
     if let Some(lib) = nvrtc.or(wheel.as_deref()) {

@@ -3,9 +3,11 @@
 mod acceptance;
 mod api;
 mod bundle;
+mod dependencies;
 mod drill;
 mod editor;
 mod fuzz;
+mod kernels;
 mod layout;
 mod libraries;
 mod outcome;

@@ -29,8 +29,8 @@ static STAGES: [Stage; 17] = [
     stage("build", |root, _| build(root)),
     stage("api", |root, _| api(root)),
     fast("spelling", |root, _| spelling(root)),
-    stage("dependencies", |root, _| dependencies(root)),
-    stage("kernels", |root, _| kernels(root)),
+    stage("dependencies", crate::dependencies::run),
+    stage("kernels", crate::kernels::run),
     fast("unit", suites::run_all),
     stage("libraries", |root, _| crate::libraries::run(root)),
     stage("doc", |root, _| suites::run_docs(root)),
@@ -115,7 +115,7 @@ pub fn run(root: &Path, only: Option<&str>, list: bool, extent: Extent) -> ExitC
     ExitCode::from(u8::from(total.failed > 0))
 }
 
-fn from_problems(problems: &[String]) -> Outcome {
+pub fn from_problems(problems: &[String]) -> Outcome {
     problems.iter().for_each(|p| println!("{p}"));
     Outcome {
         passed: usize::from(problems.is_empty()),
@@ -235,128 +235,6 @@ fn spelling(root: &Path) -> Outcome {
         o.add(&one(exec(root, &program, &["--format", "brief"], Duration::from_secs(60))));
     }
     o
-}
-
-/// Licences, sources and forbidden dependencies, by `deny.toml`. Advisories need the network and
-/// are left to `cargo deny check advisories`.
-fn dependencies(root: &Path) -> Outcome {
-    let mut o = Outcome::default();
-    let place = root.join("target/tools");
-    let program = place.join("bin/cargo-deny");
-    if !program.exists() {
-        let to = place.display().to_string();
-        // Optimised it takes six times as long to build, to save a second of its run.
-        let fast = ["--profile", "dev", "--config", "profile.dev.debug=false"];
-        let which = ["--locked", "--version", "0.20.2", "--root", &to, "cargo-deny"];
-        let args = [&["install", "--quiet"][..], &fast, &which].concat();
-        if !exec(root, &cargo(), &args, Duration::from_secs(900)) {
-            println!("cargo-deny cannot be installed here: skipped");
-            o.skipped.add(NOT_INSTALLED, 1);
-            return o;
-        }
-        o.downloaded += size_of(&place);
-    }
-    // It looks at the crates of every platform; a build has fetched those of this one.
-    if !exec(root, &cargo(), &["fetch", "--quiet", "--locked"], Duration::from_secs(300)) {
-        println!("crates of other platforms cannot be fetched here");
-    }
-    let program = program.display().to_string();
-    let args = ["--offline", "--log-level", "error", "check", "bans", "licenses", "sources"];
-    o.add(&one(exec(root, &program, &args, Duration::from_secs(60))));
-    o
-}
-
-/// The folder of the pinned compiler, and below it the folder of its libraries.
-const WHEEL: &str = "target/python-nvrtc";
-const WHEEL_LIB: &str = "nvidia/cu13/lib";
-
-/// The folder of the pinned compiler, fetched if it is not there; none where it cannot be.
-pub fn nvrtc_wheel(root: &Path) -> Option<PathBuf> {
-    let site = root.join(WHEEL);
-    if !site.join("nvidia").exists() {
-        let dir = site.display().to_string();
-        let wheel = "nvidia-cuda-nvrtc==13.0.88";
-        let args = ["-m", "pip", "install", "--quiet", "--no-deps", "--target", &dir, wheel];
-        if !exec(root, "python3", &args, Duration::from_secs(900)) {
-            println!("{wheel} cannot be installed here");
-            return None;
-        }
-    }
-    Some(site.join(WHEEL_LIB)).filter(|p| p.exists())
-}
-
-/// Compiles every kernel for three architectures with the pinned NVRTC wheel; needs no GPU. What
-/// cannot be fetched is a failure: nothing else shows that the kernels compile.
-fn kernels(root: &Path) -> Outcome {
-    let mut o = Outcome::default();
-    let there = root.join(WHEEL).join("nvidia").exists();
-    // Twice, as other fetched libraries.
-    let Some(lib) = nvrtc_wheel(root).or_else(|| nvrtc_wheel(root)) else { return one(false) };
-    if !there {
-        o.downloaded = size_of(&root.join(WHEEL));
-    }
-    // As a user would, who has the wheel and no GPU.
-    let lib = lib.display().to_string();
-    let bin = binary(root).display().to_string();
-    let args = ["kernels", "compile", "--nvrtc", &lib];
-    let text = |args: &[&str]| -> (bool, String) {
-        let done = Command::new(&bin)
-            .args(args)
-            .current_dir(root)
-            .stdin(Stdio::null())
-            .stderr(Stdio::inherit())
-            .output();
-        done.map_or((false, String::new()), |d| {
-            (d.status.success(), String::from_utf8_lossy(&d.stdout).into_owned())
-        })
-    };
-    println!("$ {bin} {} --arch {}", args.join(" "), ARCHS.join(","));
-    let (ended_well, rows) = text(&[&args[..], &["--arch", &ARCHS.join(","), "--json"]].concat());
-    let listed = ARCHS.map(|arch| text(&["kernels", "list", "--json", "--arch", arch]).1).concat();
-    let problems = kernel_problems(ended_well, &listed, &rows);
-    println!("{} kernels of {} units", rows.lines().count(), listed.lines().count());
-    o.add(&from_problems(&problems));
-    o
-}
-
-/// Architectures that every kernel is compiled for.
-const ARCHS: [&str; 3] = ["sm_80", "sm_90a", "sm_100a"];
-
-/// Returns the problems of a run of `kernels compile`: its status, the rows of `kernels list` for
-/// the same architectures, its own rows. It stops at the first unit that does not compile, behind
-/// good rows.
-fn kernel_problems(ended_well: bool, listed: &str, compiled: &str) -> Vec<String> {
-    let mut problems = Vec::new();
-    if !ended_well {
-        problems.push("`kernels compile` failed".to_owned());
-    }
-    let mut parse = |text: &str| -> Vec<serde_json::Value> {
-        let rows = text.lines().map(|l| serde_json::from_str(l).map_err(|e| format!("{l}: {e}")));
-        let (good, bad): (Vec<_>, Vec<_>) = rows.partition(Result::is_ok);
-        problems.extend(bad.into_iter().filter_map(Result::err));
-        good.into_iter().flatten().collect()
-    };
-    let (listed, compiled) = (parse(listed), parse(compiled));
-    for arch in ARCHS {
-        if !listed.iter().any(|l| l["arch"] == arch) {
-            problems.push(format!("no unit is listed for {arch}"));
-        }
-    }
-    for l in &listed {
-        if !compiled.iter().any(|k| k["key"] == l["key"]) {
-            problems.push(format!("no row of {} {} {}", l["unit"], l["variant"], l["arch"]));
-        }
-    }
-    for k in &compiled {
-        // A missing field is a fault, too.
-        let good = k["spill_bytes"] == 0
-            && k["serialised"] == false
-            && k["cubin_bytes"].as_u64() > Some(0);
-        if !good {
-            problems.push(format!("spills, is serialised or has no code: {k}"));
-        }
-    }
-    problems
 }
 
 /// Runs the facade's examples; each asserts what it shows.
@@ -487,29 +365,6 @@ pub fn size_of(dir: &Path) -> u64 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use serde_json::json;
-
-    fn rows(rows: &[serde_json::Value]) -> String {
-        rows.iter().map(|r| format!("{r}\n")).collect()
-    }
-
-    /// Two units for each architecture, and the rows of a run that compiled them.
-    fn all() -> (Vec<serde_json::Value>, Vec<serde_json::Value>) {
-        let units = ARCHS.iter().flat_map(|arch| ["a.cu", "b.cu"].map(|unit| (unit, *arch)));
-        let listed = units.map(|(unit, arch)| {
-            json!({"unit": unit, "variant": "", "arch": arch, "key": format!("{unit}-{arch}")})
-        });
-        let listed: Vec<_> = listed.collect();
-        let compiled = listed.iter().map(|l| {
-            let mut k = l.clone();
-            k["spill_bytes"] = 0.into();
-            k["serialised"] = false.into();
-            k["cubin_bytes"] = 100.into();
-            k
-        });
-        let compiled = compiled.collect();
-        (listed, compiled)
-    }
 
     #[test]
     fn a_name_that_no_stage_has_is_refused() {
@@ -517,34 +372,5 @@ mod tests {
         assert_eq!(wanted(Some("tid"), Extent::Usual).unwrap()[0].name, "tidy");
         let e = wanted(Some("tydi"), Extent::Usual).err().unwrap();
         assert!(e.contains("tydi") && e.contains("tidy, acceptance"), "{e}");
-    }
-
-    #[test]
-    fn a_unit_that_does_not_compile_is_noticed() {
-        let (listed, compiled) = all();
-        let told = |ended_well, compiled: &[serde_json::Value]| {
-            kernel_problems(ended_well, &rows(&listed), &rows(compiled))
-        };
-        assert_eq!(told(true, &compiled), [""; 0]);
-        // The compiler stopped at the second unit of sm_80: the row before it is good.
-        let stopped = told(false, &compiled[..1]);
-        assert_eq!(stopped.len(), 1 + 5, "{stopped:?}");
-        assert!(stopped[0].contains("failed") && stopped[5].contains("sm_100a"), "{stopped:?}");
-        assert_eq!(told(false, &compiled).len(), 1, "every row, and a status that says otherwise");
-        let left_out = told(true, &compiled[..5]);
-        assert!(left_out.len() == 1 && left_out[0].contains("b.cu"), "{left_out:?}");
-        for (field, value) in [
-            ("spill_bytes", json!(8)),
-            ("serialised", json!(true)),
-            ("cubin_bytes", json!(0)),
-            ("serialised", json!(null)),
-        ] {
-            let mut bad = compiled.clone();
-            bad[3][field] = value;
-            assert_eq!(told(true, &bad).len(), 1, "{field}");
-        }
-        // Nothing listed is nothing compiled.
-        assert_eq!(kernel_problems(true, "", "").len(), ARCHS.len());
-        assert_eq!(kernel_problems(true, &rows(&listed), "no row\n").len(), 1 + listed.len());
     }
 }

@@ -103,6 +103,9 @@ pub struct KernelsCompileArgs {
     /// Architectures.
     #[arg(long, value_delimiter = ',', default_values = ["sm_80", "sm_90a", "sm_100a"], value_parser = arch)]
     pub arch: Vec<String>,
+    /// Compile these alone: keys that `list` prints for one of the architectures.
+    #[arg(long, value_delimiter = ',', value_name = "KEY")]
+    pub keys: Vec<String>,
     /// NVRTC to use, a file or its folder, instead of the one that is found.
     #[arg(long)]
     pub nvrtc: Option<PathBuf>,

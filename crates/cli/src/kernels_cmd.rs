@@ -1,5 +1,6 @@
 //! `tilewire kernels`: what kernels there are, compiling them anywhere, and the cache.
 
+use std::collections::HashSet;
 use std::path::Path;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Instant;
@@ -57,9 +58,24 @@ fn list(args: &KernelsListArgs) -> Result<i32> {
     Ok(0)
 }
 
-/// Compiles everything. A kernel that spills, or whose matrix instructions are serialised, is an
-/// error: it would be slow, and nobody would know why.
+/// Everything, or what the keys name.
+fn chosen(args: &KernelsCompileArgs) -> Result<Vec<KernelSpec>> {
+    let all: Vec<KernelSpec> = args.arch.iter().flat_map(|a| specs(a)).collect();
+    if args.keys.is_empty() {
+        return Ok(all);
+    }
+    let mut keys: HashSet<&str> = args.keys.iter().map(String::as_str).collect();
+    let chosen = all.into_iter().filter(|s| keys.remove(&*s.key().to_string())).collect();
+    let Some(unknown) = args.keys.iter().find(|k| keys.contains(&***k)) else { return Ok(chosen) };
+    let archs = args.arch.join(", ");
+    Err(Error::invalid(format!("no kernel for {archs} has the key `{unknown}`"))
+        .hint("`tilewire kernels list --arch ARCH` prints the keys of this build"))
+}
+
+/// Compiles what is asked for. A kernel that spills, or whose matrix instructions are serialised,
+/// is an error: it would be slow, and nobody would know why.
 fn compile(args: &KernelsCompileArgs) -> Result<i32> {
+    let all = chosen(args)?;
     let found = load_nvrtc(args.nvrtc.as_deref())?;
     let version = Nvrtc.version()?;
     if !args.json {
@@ -70,7 +86,6 @@ fn compile(args: &KernelsCompileArgs) -> Result<i32> {
             .map_err(|e| Error::io(format!("creating {}", dir.display()), e))?;
     }
     let mut bad = 0;
-    let all: Vec<KernelSpec> = args.arch.iter().flat_map(|a| specs(a)).collect();
     let done = compile_all(&all);
     if done.len() != all.len() {
         return Err(Error::internal("a thread that compiled kernels panicked"));
@@ -167,4 +182,30 @@ fn cache(args: &KernelsCacheArgs) -> Result<i32> {
         say(format_args!("{} kernels, {} bytes {what} {dir}", usage.entries, usage.bytes));
     }
     Ok(0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn keys_name_what_is_compiled() {
+        let args = |keys: &[&str]| KernelsCompileArgs {
+            arch: vec!["sm_80".to_owned(), "sm_90a".to_owned()],
+            keys: keys.iter().map(|k| (*k).to_owned()).collect(),
+            nvrtc: None,
+            out: None,
+            json: false,
+        };
+        let all = chosen(&args(&[])).unwrap();
+        assert_eq!(all.len(), specs("sm_80").len() + specs("sm_90a").len());
+        let (a, b) = (all[1].key().to_string(), all.last().unwrap().key().to_string());
+        let got = chosen(&args(&[&b, &a, &b])).unwrap();
+        let keys: Vec<_> = got.iter().map(|s| s.key().to_string()).collect();
+        assert_eq!(keys, [a.clone(), b], "in the order of the list, each once");
+        let e = chosen(&args(&[&a, "none"])).unwrap_err();
+        assert!(e.kind() == ErrorKind::InvalidArgument && e.to_string().contains("`none`"), "{e}");
+        let other = specs("sm_100a")[0].key().to_string();
+        assert!(chosen(&args(&[&other])).is_err(), "of an architecture that is not asked for");
+    }
 }
