@@ -123,17 +123,22 @@ fn the_first_failure_ends_all_and_is_reported_with_its_last_lines() {
 /// The victim's sockets close before its end is seen: here the others have ended before it.
 #[test]
 fn of_failures_together_the_one_that_caused_the_others_is_named() {
-    let peers = "echo 'error: rank 1 has died (team all)' >&2; exit 2";
-    for (victim, status) in [
-        ("kill -KILL $$", RankStatus::Signaled(9)),
-        ("echo 'error: no such file' >&2; exit 2", RankStatus::Exited(2)),
+    let (died, failed) = ("rank 1 has died (team all)", "r1 failed: no memory (team all)");
+    for (victim, status, peers) in [
+        ("kill -KILL $$", RankStatus::Signaled(9), died),
+        ("echo 'error: no such file' >&2; exit 2", RankStatus::Exited(2), died),
+        ("echo 'error: no memory' >&2; exit 2", RankStatus::Exited(2), failed),
     ] {
+        let peers = format!("echo 'error: {peers}' >&2; exit 2");
         let script = format!("if [ $RANK = 1 ]; then sleep 0.05; {victim}; fi; {peers}");
         let (r, ..) = run(&sh(3, &script));
         let f = r.first_failure.unwrap();
         assert_eq!((f.rank, f.status), (Rank::new(1), status), "{victim}");
         assert_eq!(r.code, status.code());
     }
+    let (r, ..) =
+        run(&sh(2, &format!("[ $RANK = 1 ] && sleep 9; echo 'error: {failed}' >&2; exit 2")));
+    assert_eq!(r.findings(), ["rank 0 failed because of rank 1"], "it was ended before it failed");
     // Of equals the first; and nobody waits for more than the time of a verdict.
     let start = Instant::now();
     let (r, ..) = run(&sh(2, "if [ $RANK = 1 ]; then exit 7; fi; sleep 0.05; exit 6"));

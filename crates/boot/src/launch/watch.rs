@@ -324,18 +324,29 @@ fn cause(failed: &[(Rank, RankStatus)], tails: &[Vec<String>]) -> Option<(Rank, 
         let lines = tails.get(rank.idx()).map_or(&[][..], Vec::as_slice);
         lines.iter().any(|l| what.iter().any(|words| l.contains(words)))
     };
+    let step_of_peer = |rank: Rank| {
+        let lines = tails.get(rank.idx()).map_or(&[][..], Vec::as_slice);
+        lines.iter().any(|l| failed_peer(l).is_some_and(|peer| peer != rank))
+    };
     let weight = |&(rank, status): &(Rank, RankStatus)| match status {
         RankStatus::Signaled(_) => 0,
         RankStatus::Exited(_) if says(rank, &OF_SILENCE) => 2,
-        RankStatus::Exited(_) if says(rank, &OF_A_PEER) => 3,
+        RankStatus::Exited(_) if says(rank, &OF_A_PEER) || step_of_peer(rank) => 3,
         RankStatus::Exited(_) => 1,
     };
     failed.iter().copied().min_by_key(weight)
 }
 
+/// Returns the world rank whose step of a collective call failed, of an error's text: `r1 failed:
+/// no memory`.
+fn failed_peer(line: &str) -> Option<Rank> {
+    let (before, _) = line.split_once(" failed: ")?;
+    before.rsplit(' ').next()?.strip_prefix('r')?.parse().ok().map(Rank::new)
+}
+
 /// Returns the world rank that an error's text blames.
 fn culprit(line: &str) -> Option<Rank> {
-    let (_, rest) = line.rsplit_once("culprit ")?;
+    let Some((_, rest)) = line.rsplit_once("culprit ") else { return failed_peer(line) };
     let digits = rest.len() - rest.trim_start_matches(|c: char| c.is_ascii_digit()).len();
     rest[..digits].parse().ok().map(Rank::new)
 }
