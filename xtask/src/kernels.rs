@@ -178,16 +178,20 @@ mod tests {
     #[test]
     fn a_unit_that_does_not_compile_is_noticed() {
         let (listed, compiled) = all();
-        let told = |ended_well, compiled: &[Value]| {
+        let problems_of = |ended_well, compiled: &[Value]| {
             kernel_problems(ended_well, &rows(&listed), &rows(compiled))
         };
-        assert_eq!(told(true, &compiled), [""; 0]);
+        assert_eq!(problems_of(true, &compiled), [""; 0]);
         // The compiler stopped at the second unit of sm_80: the row before it is good.
-        let stopped = told(false, &compiled[..1]);
+        let stopped = problems_of(false, &compiled[..1]);
         assert_eq!(stopped.len(), 1 + 5, "{stopped:?}");
         assert!(stopped[0].contains("failed") && stopped[5].contains("sm_100a"), "{stopped:?}");
-        assert_eq!(told(false, &compiled).len(), 1, "every row, and a status that says otherwise");
-        let left_out = told(true, &compiled[..5]);
+        assert_eq!(
+            problems_of(false, &compiled).len(),
+            1,
+            "every row, and a status that says otherwise"
+        );
+        let left_out = problems_of(true, &compiled[..5]);
         assert!(left_out.len() == 1 && left_out[0].contains("b.cu"), "{left_out:?}");
         for (field, value) in [
             ("spill_bytes", json!(8)),
@@ -197,7 +201,7 @@ mod tests {
         ] {
             let mut bad = compiled.clone();
             bad[3][field] = value;
-            assert_eq!(told(true, &bad).len(), 1, "{field}");
+            assert_eq!(problems_of(true, &bad).len(), 1, "{field}");
         }
         // Nothing listed is nothing compiled.
         assert_eq!(kernel_problems(true, "", "").len(), ARCHS.len());
