@@ -320,14 +320,12 @@ impl<'a> Watch<'a> {
 /// a wait for a silent rank, this before one that reports what befell a peer, and of equals the
 /// one seen first. `tails`: the last lines of standard error.
 fn cause(failed: &[(Rank, RankStatus)], tails: &[Vec<String>]) -> Option<(Rank, RankStatus)> {
+    let lines = |rank: Rank| tails.get(rank.idx()).map_or(&[][..], Vec::as_slice);
     let says = |rank: Rank, what: &[&str]| {
-        let lines = tails.get(rank.idx()).map_or(&[][..], Vec::as_slice);
-        lines.iter().any(|l| what.iter().any(|words| l.contains(words)))
+        lines(rank).iter().any(|l| what.iter().any(|words| l.contains(words)))
     };
-    let step_of_peer = |rank: Rank| {
-        let lines = tails.get(rank.idx()).map_or(&[][..], Vec::as_slice);
-        lines.iter().any(|l| failed_peer(l).is_some_and(|peer| peer != rank))
-    };
+    let step_of_peer =
+        |rank: Rank| lines(rank).iter().any(|l| failed_peer(l).is_some_and(|peer| peer != rank));
     let weight = |&(rank, status): &(Rank, RankStatus)| match status {
         RankStatus::Signaled(_) => 0,
         RankStatus::Exited(_) if says(rank, &OF_SILENCE) => 2,
