@@ -130,7 +130,7 @@ fn of_failures_together_the_one_that_caused_the_others_is_named() {
         ("echo 'error: no memory' >&2; exit 2", RankStatus::Exited(2), failed),
     ] {
         let peers = format!("echo 'error: {peers}' >&2; exit 2");
-        let script = format!("if [ $RANK = 1 ]; then sleep 0.05; {victim}; fi; {peers}");
+        let script = format!("if [ $RANK = 1 ]; then sleep 0.01; {victim}; fi; {peers}");
         let (r, ..) = run(&sh(3, &script));
         let f = r.first_failure.unwrap();
         assert_eq!((f.rank, f.status), (Rank::new(1), status), "{victim}");
