@@ -23,6 +23,7 @@ mod export;
 mod jax;
 mod keys;
 mod local;
+mod node;
 mod ops;
 mod quick;
 mod store;
@@ -43,6 +44,8 @@ mod _native {
     use super::jax::world::{jax_check, jax_finalize, jax_init, jax_leave_all, jax_used_bytes};
     #[pymodule_export]
     use super::jax::{jax_check_call, jax_handlers, jax_layer};
+    #[pymodule_export]
+    use super::node::{node_type, use_nodes};
     #[pymodule_export]
     use super::ops::attention::{
         attention_bwd, attention_fwd, cp_attention_bwd, cp_attention_fwd, cp_rows,

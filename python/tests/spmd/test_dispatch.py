@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import tilewire.torch as tw
 from tilewire import _native
+from tilewire.torch import _functions
 
 
 class Names(TorchDispatchMode):
@@ -163,6 +164,26 @@ def test_the_shortest_way_is_taken_where_nothing_else_is_asked(world, device):
     assert way(bias=two) == "tensor" and way(bias=two.requires_grad_()) is True
     for other in (two.half(), torch.ones(4, device=device)[::2], two.as_subclass(Own)):
         assert way(bias=other) is None
+
+
+def test_quick_nodes_have_the_attributes_of_every_class(world):
+    """Four of them come from a table (``node.rs``)."""
+    for cls in (_functions._QuickAgGemm, _functions._QuickGemmRs, _functions._QuickGemmAr):
+        assert cls.forward is cls.__dict__["forward"]
+        assert cls.setup_context is torch.autograd.Function.setup_context
+        assert cls.clear_saved_tensors_on_access is False
+        assert cls._backward_cls._forward_cls is cls and cls.__name__.startswith("_Quick")
+        assert getattr(cls, "lone \ud800 surrogate", None) is None
+        with pytest.raises(AttributeError, match="nothing_of_this_name"):
+            cls.nothing_of_this_name  # noqa: B018
+    with pytest.raises(TypeError, match="not of the type of quick nodes"):
+        _native.use_nodes([torch.autograd.Function])
+
+
+def test_an_attribute_of_a_node_needs_no_dictionary(world, device):
+    x, w = torch.ones(4, 8, device=device, requires_grad=True), torch.ones(2, 8, device=device)
+    node = tw.ag_gemm(x, w).grad_fn
+    assert node.args[0] == world.handle and node.__dict__ == {}
 
 
 def assert_none(x):

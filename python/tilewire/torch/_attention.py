@@ -5,7 +5,8 @@ import torch
 from .. import _native
 from .._errors import InvalidArgument
 from . import _ops
-from ._functions import Differentiable, _autocast_dtype, _needs_grad, _once
+from ._functions import _autocast_dtype, _needs_grad, _once
+from ._nodes import Differentiable
 from ._world import handle_of
 
 

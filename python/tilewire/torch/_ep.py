@@ -7,7 +7,8 @@ import torch
 from .. import _native
 from .._errors import InvalidArgument, Stale, Unsupported
 from . import _ep_graph
-from ._functions import Differentiable, _needs_grad, _once, _ordinary
+from ._functions import _needs_grad, _once, _ordinary
+from ._nodes import Differentiable
 from ._quant import QTensor
 from ._symm import symm_handle
 from ._world import handle_of, world_of

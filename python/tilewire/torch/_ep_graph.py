@@ -12,7 +12,8 @@ import weakref
 import torch
 
 from .._errors import Unsupported
-from ._functions import Differentiable, _once
+from ._functions import _once
+from ._nodes import Differentiable
 from ._ops import _define
 
 _groups = weakref.WeakValueDictionary()

@@ -11,6 +11,7 @@ from torch.autograd import forward_ad
 from .. import _native
 from .._errors import InvalidArgument, Unsupported
 from . import _ops
+from ._nodes import Differentiable, QuickType
 from ._quant import QTensor, fp8_operands
 from ._world import handle_of
 
@@ -39,26 +40,8 @@ _native.use_torch(
         "empty_cuda": getattr(_guards, "_empty_strided_cuda", None),
     }
 )
-_compiling = torch.compiler.is_compiling
-
-
-class Differentiable(torch.autograd.Function):
-    """An operation with a backward pass."""
-
-    def __init_subclass__(cls, **kw):
-        super().__init_subclass__(**kw)
-        # `apply` without its Python part, which binds defaults and looks for transforms of
-        # torch.func: ours have none and meet none (`_needs_grad`). A third of the cost.
-        cls._apply = super(torch.autograd.Function, cls).apply
-        # torch looks these up in each call, without a cache: here they are in the class itself.
-        for name in ("setup_context", "clear_saved_tensors_on_access"):
-            if hasattr(cls, name):
-                setattr(cls, name, getattr(cls, name))
-
-    @classmethod
-    def run(cls, *args):
-        """``apply``, as fast as it goes."""
-        return (cls.apply if torch.compiler.is_compiling() else cls._apply)(*args)
+# Fake tensors, which all other compilers pass, are not plain: `_native.quick_*` leave them alone.
+_compiling = torch.compiler.is_dynamo_compiling
 
 
 def _once():
@@ -236,7 +219,7 @@ class _AgGemm(Differentiable):
         return dx, dw, dbias, None, None, None, None, None
 
 
-class _QuickAgGemm(Differentiable):
+class _QuickAgGemm(Differentiable, metaclass=QuickType):
     """Without activation, uneven rows and returned rows. Tensors keep their inner dimensions.
     ``_native.quick_ag_gemm`` keeps the other arguments, as for all ``_Quick`` nodes."""
 
@@ -257,6 +240,9 @@ class _QuickAgGemm(Differentiable):
         if needs_w:
             dw = dz.t() @ _flat(gathered)
         return dx, dw, *_quick_bias(rest, dz, bias_dtype)
+
+
+_ag_gemm_node = _QuickAgGemm._apply
 
 
 def ag_gemm(
@@ -299,8 +285,7 @@ def ag_gemm(
     if rows is None and not return_gathered and not _compiling():
         y = _native.quick_ag_gemm(world, x, w, bias, activation, algo)
         if y is True:
-            node = _QuickAgGemm._apply
-            return node(x, w) if bias is None else node(x, w, bias)
+            return _ag_gemm_node(x, w) if bias is None else _ag_gemm_node(x, w, bias)
         if y is not None:
             return y
     if isinstance(x, QTensor) or isinstance(w, QTensor):
@@ -352,7 +337,7 @@ class _GemmRs(Differentiable):
         return dx, dw, _grad_bias(dy_all, ctx.bias_dtype), None, None, None, None
 
 
-class _QuickGemmRs(Differentiable):
+class _QuickGemmRs(Differentiable, metaclass=QuickType):
     """With as many rows for each rank. Tensors keep their inner dimensions."""
 
     forward = _native.quick_gemm_rs_node
@@ -369,6 +354,9 @@ class _QuickGemmRs(Differentiable):
         )
         dw = dy_all.t() @ _flat(x) if needs_w else None
         return _folded(dx, dy), dw, *_quick_bias(rest, dy_all, bias_dtype)
+
+
+_gemm_rs_node = _QuickGemmRs._apply
 
 
 def gemm_rs(x, w, group=None, *, bias=None, rows=None, wire=None, algo=None):
@@ -396,8 +384,7 @@ def gemm_rs(x, w, group=None, *, bias=None, rows=None, wire=None, algo=None):
     if rows is None and not _compiling():
         y = _native.quick_gemm_rs(world, x, w, bias, wire, algo)
         if y is True:
-            node = _QuickGemmRs._apply
-            return node(x, w) if bias is None else node(x, w, bias)
+            return _gemm_rs_node(x, w) if bias is None else _gemm_rs_node(x, w, bias)
         if y is not None:
             return y
     if isinstance(x, QTensor) or isinstance(w, QTensor):
@@ -439,7 +426,7 @@ class _GemmAr(Differentiable):
         return dx, dw, _grad_bias(dy, ctx.bias_dtype), None, None, None
 
 
-class _QuickGemmAr(Differentiable):
+class _QuickGemmAr(Differentiable, metaclass=QuickType):
     """Tensors keep their inner dimensions."""
 
     forward = _native.quick_gemm_ar_node
@@ -453,6 +440,10 @@ class _QuickGemmAr(Differentiable):
         dx = None if w is None else dy @ w
         dw = None if x is None else dz.t() @ _flat(x)
         return dx, dw, *_quick_bias(rest, dz, ctx.args[2])
+
+
+_gemm_ar_node = _QuickGemmAr._apply
+_native.use_nodes([_QuickAgGemm, _QuickGemmRs, _QuickGemmAr])
 
 
 def gemm_ar(x, w, group=None, *, bias=None, wire=None, algo=None):
@@ -474,8 +465,7 @@ def gemm_ar(x, w, group=None, *, bias=None, wire=None, algo=None):
     if not _compiling():
         y = _native.quick_gemm_ar(world, x, w, bias, wire, algo)
         if y is True:
-            node = _QuickGemmAr._apply
-            return node(x, w) if bias is None else node(x, w, bias)
+            return _gemm_ar_node(x, w) if bias is None else _gemm_ar_node(x, w, bias)
         if y is not None:
             return y
     if isinstance(x, QTensor) or isinstance(w, QTensor):

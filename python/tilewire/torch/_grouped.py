@@ -4,7 +4,8 @@ import torch
 
 from .._errors import InvalidArgument
 from . import _ops
-from ._functions import Differentiable, _autocast_dtype, _bias_of, _needs_grad, _once
+from ._functions import _autocast_dtype, _bias_of, _needs_grad, _once
+from ._nodes import Differentiable
 from ._quant import QTensor
 
 

@@ -8,7 +8,8 @@ import torch
 
 from .. import _native
 from .._errors import InvalidArgument
-from ._functions import Differentiable, _needs_grad, _once, _ordinary
+from ._functions import _needs_grad, _once, _ordinary
+from ._nodes import Differentiable
 from ._ops import _define
 
 
