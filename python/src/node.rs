@@ -11,7 +11,7 @@ use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::{PyTuple, PyType};
 
-/// What `apply` looks up in torch 2.11.
+/// The names that `apply` of torch 2.11 looks up.
 const NAMES: [&[u8]; 4] =
     [b"_backward_cls", b"clear_saved_tensors_on_access", b"setup_context", b"forward"];
 
