@@ -7,7 +7,7 @@ use tilewire::device::{Device, Queue};
 use tilewire::ops::ag_gemm::{AgGemmDesc, AgGemmInputs};
 use tilewire::prelude::Result;
 
-use crate::call::Call;
+use crate::call::{Call, held};
 use crate::ops::overlap::ag_plan;
 
 /// Microseconds of a launch of `ag_gemm` (on the CPU with its wait): the median of `times` that are
@@ -31,6 +31,8 @@ pub fn launch_us(
         let plan = ag_plan(&call.member, (desc, None), stream)?;
         let launch = || -> Result<()> {
             let t = AgGemmInputs::new(x.clone(), w.clone(), out.clone());
+            // As calls from Python do.
+            let _held = held(stream);
             let pending = plan.launch(stream, m, t)?;
             match call.device {
                 Device::Host => pending.wait().map(drop),

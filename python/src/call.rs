@@ -5,8 +5,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use pyo3::prelude::*;
 use tilewire::core::memory::error_of_panic;
-use tilewire::device::Device;
 use tilewire::device::cuda::{CudaContext, CudaStream};
+use tilewire::device::{Device, Held};
 use tilewire::prelude::*;
 
 use crate::dlpack;
@@ -100,6 +100,14 @@ fn host_stream() -> Result<Stream> {
     local.clone().ok_or_else(|| Error::internal("a stream was just made"))
 }
 
+/// Holds a stream of the host, as [`tilewire::device::HostStream::hold`] does.
+pub fn held(stream: &Stream) -> Option<Held<'_>> {
+    match stream {
+        Stream::Host(own) => Some(own.hold()),
+        Stream::Cuda(_) => None,
+    }
+}
+
 impl Place {
     /// A call of `op` without a world, where `obj` lies.
     pub fn of(op: &'static str, obj: &Bound<'_, PyAny>, what: &str) -> PyResult<Self> {
@@ -123,12 +131,14 @@ impl Place {
         obj.map(|o| self.tensor(what, o)).transpose()
     }
 
-    /// Runs `f` without the GIL. On the CPU what it queues has run when this returns.
+    /// Runs `f` without the GIL. On the CPU what it queues has run when this returns: this thread
+    /// runs it, and wakes no other for it. What `f` waits for is the stream's.
     pub fn run<T: Send>(
         &self,
         py: Python<'_>,
         f: impl FnOnce(&Stream) -> Result<Pending<T>> + Send,
     ) -> PyResult<()> {
+        let _held = held(&self.stream);
         self.prepare(py, |stream| {
             let pending = f(stream).inspect_err(|_| {
                 // What was queued before the error uses tensors that the caller may let go of. That

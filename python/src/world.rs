@@ -111,6 +111,10 @@ impl Member {
         }
         let mut freed = Ok(());
         let plan = self.plans.get(key, stream, || {
+            // Plans are made by work that other threads wait for.
+            if let Stream::Host(own) = stream {
+                own.let_go();
+            }
             // What older plans hold can be taken then.
             freed = let_go(Some(stream));
             recipe()

@@ -29,7 +29,7 @@ mod tensor;
 mod trace;
 
 pub use fault::{Fault, Probe};
-pub use host::{HostEvent, HostGraph, HostGraphExec, HostStream, Node};
+pub use host::{Held, HostEvent, HostGraph, HostGraphExec, HostStream, Node};
 pub use memory::{Memory, MemoryRead, MemoryWrite};
 pub use pending::{OnEnd, Pending};
 #[doc(hidden)]

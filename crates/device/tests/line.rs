@@ -136,3 +136,39 @@ fn who_waits_for_a_stream_never_runs_what_waits_for_itself() {
         copies.join().unwrap();
     });
 }
+
+/// All threads of a model have one number, so that no push of any wakes while the queue is held.
+#[test]
+fn a_held_queue_leaves_no_job_behind() {
+    model(|| {
+        let (line, worker) = stream();
+        let (first, last) = (Event::new(), Event::new());
+        let reach = |e: &Arc<Event>| -> Job {
+            let e = e.clone();
+            Box::new(move || e.reach(1))
+        };
+        line.hold();
+        line.push(reach(&first));
+        wait(&line, &first, 1);
+        line.push(reach(&last));
+        line.let_go();
+        last.wait(1);
+        line.close();
+        worker.join().unwrap();
+    });
+}
+
+/// Another thread waits for what the holder has pushed and not begun.
+#[test]
+fn who_waits_for_a_held_job_runs_it() {
+    model(|| {
+        let line: Jobs = Arc::new(Line::new());
+        let (event, theirs) = (Event::new(), line.clone());
+        let e = event.clone();
+        line.hold();
+        line.push(Box::new(move || e.reach(1)));
+        let other = thread::spawn(move || wait(&theirs, &event, 1));
+        other.join().unwrap();
+        line.let_go();
+    });
+}

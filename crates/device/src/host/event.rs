@@ -119,6 +119,14 @@ impl HostEvent {
             .hint("use `Pending::join` during capture, and wait for the graph's launch instead"));
         }
         let number = s.recorded;
+        if s.reached < number {
+            let lane = s.lane.upgrade();
+            drop(s);
+            if let Some(lane) = lane {
+                lane.let_go();
+            }
+            s = self.state();
+        }
         while s.reached < number {
             let slice = match deadline {
                 None => Duration::from_secs(3600),

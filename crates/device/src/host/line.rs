@@ -10,6 +10,11 @@
 //! for the event that is recorded just before that work. So [`Line::help`] asks whether the record
 //! is reached while no job runs, under the lock.
 //!
+//! A thread that waits for what it pushes, and at once, may hold the queue: until it lets go, its
+//! pushes wake nobody, since the stream's own thread would find the job taken, or take it and be
+//! waited for. Jobs that it leaves are those of the stream's own thread from then on. Others that
+//! push or wait meanwhile do as ever.
+//!
 //! `tests/line.rs` runs this file under every interleaving (loom).
 
 use std::collections::VecDeque;
@@ -29,8 +34,17 @@ struct Waiting<J> {
     busy: Option<ThreadId>,
     /// The stream's own thread sleeps, and nobody has woken it.
     asleep: bool,
+    /// The thread that holds the queue.
+    held: Option<ThreadId>,
     /// No more jobs come.
     closed: bool,
+}
+
+impl<J> Waiting<J> {
+    /// True if this thread holds the queue.
+    fn is_held(&self) -> bool {
+        self.held.is_some_and(|id| id == std::thread::current().id())
+    }
 }
 
 /// The right to run jobs.
@@ -46,7 +60,8 @@ impl<J> Drop for Turn<'_, J> {
 
 impl<J> Line<J> {
     pub fn new() -> Self {
-        let waiting = Waiting { jobs: VecDeque::new(), busy: None, asleep: false, closed: false };
+        let waiting =
+            Waiting { jobs: VecDeque::new(), busy: None, asleep: false, held: None, closed: false };
         Self { waiting: Mutex::new(waiting), changed: Condvar::new() }
     }
 
@@ -57,7 +72,9 @@ impl<J> Line<J> {
     /// Wakes the stream's own thread if it sleeps and there is something for it to do.
     fn wake(&self, mut w: MutexGuard<'_, Waiting<J>>) {
         let is_due = w.busy.is_none() && (w.closed || !w.jobs.is_empty());
-        if is_due && std::mem::take(&mut w.asleep) {
+        // Asked in this order: mostly the stream's thread is awake, or nobody holds the queue.
+        if is_due && w.asleep && (w.closed || !w.is_held()) {
+            w.asleep = false;
             drop(w);
             self.changed.notify_one();
         }
@@ -67,6 +84,21 @@ impl<J> Line<J> {
         let mut w = self.lock();
         w.jobs.push_back(job);
         self.wake(w);
+    }
+
+    /// From now on pushes of this thread wake nobody. It waits for their jobs at once, or calls
+    /// [`Line::let_go`].
+    pub fn hold(&self) {
+        self.lock().held = Some(std::thread::current().id());
+    }
+
+    /// Ends [`Line::hold`] of this thread, if it is in force.
+    pub fn let_go(&self) {
+        let mut w = self.lock();
+        if w.is_held() {
+            w.held = None;
+            self.wake(w);
+        }
     }
 
     /// Ends [`Line::work`] once nothing waits.

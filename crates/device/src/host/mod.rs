@@ -11,4 +11,4 @@ use std::sync;
 
 pub use event::HostEvent;
 pub use graph::{HostGraph, HostGraphExec};
-pub use stream::{HostStream, Node};
+pub use stream::{Held, HostStream, Node};

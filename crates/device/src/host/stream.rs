@@ -103,6 +103,11 @@ impl Lane {
         self.line.help(done, |job| self.run(job));
     }
 
+    /// Ends [`HostStream::hold`] of this thread, which is about to sleep.
+    pub fn let_go(&self) {
+        self.line.let_go();
+    }
+
     fn run(&self, job: Job) {
         match job {
             Job::Node(node) => self.timed(&node.name, || node.execute()),
@@ -127,6 +132,15 @@ impl Lane {
 /// the same stream.
 #[derive(Clone)]
 pub struct HostStream(Arc<Inner>);
+
+/// See [`HostStream::hold`].
+pub struct Held<'a>(&'a HostStream);
+
+impl Drop for Held<'_> {
+    fn drop(&mut self) {
+        self.0.let_go();
+    }
+}
 
 /// A capture and the lane in it.
 type Capture = Option<(Arc<Session>, usize)>;
@@ -195,6 +209,19 @@ impl HostStream {
         self.0.process.check()?;
         self.0.lane.line.push(job);
         Ok(())
+    }
+
+    /// Until the result is dropped, or this thread sleeps for an event of the stream, what it
+    /// queues here does not wake the stream's own thread: this one waits for that at once, and
+    /// runs it itself.
+    pub fn hold(&self) -> Held<'_> {
+        self.0.lane.line.hold();
+        Held(self)
+    }
+
+    /// Ends [`HostStream::hold`] of this thread, if it is in force.
+    pub fn let_go(&self) {
+        self.0.lane.let_go();
     }
 
     /// Queues `node`, or adds it to the capture in progress.

@@ -49,7 +49,8 @@ impl AgGemmPlan {
         let signals = Arc::new(heap.team().signals(slots, "ag_gemm")?);
         let core =
             PlanCore::new("ag_gemm", heap, format_args!("{} {}", desc.common(), choice.text()))?
-                .using([&gather], [&signals]);
+                .using([&gather], [&signals])
+                .lanes_in_turn();
         let machine = Machine::of(&heap.device(), desc.x)?;
         let base = Base { desc, core, gather, signals };
         Ok(Self { base, choice, machine, device: OnceLock::new() })

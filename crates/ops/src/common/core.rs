@@ -28,6 +28,8 @@ pub struct PlanCore {
     /// On a heap in device memory.
     lane: Option<Lane>,
     uses: Arc<Uses>,
+    /// The lanes of a launch on the host follow each other: see [`PlanCore::lanes_in_turn`].
+    in_turn: bool,
 }
 
 /// Symmetric memory and slots to which launches on devices refer by address alone. A graph keeps
@@ -142,6 +144,7 @@ impl PlanCore {
             net,
             lane,
             uses: Arc::default(),
+            in_turn: false,
         })
     }
 
@@ -153,6 +156,14 @@ impl PlanCore {
     ) -> Self {
         let (bufs, signals) = (bufs.into_iter().cloned(), signals.into_iter().cloned());
         self.uses = Arc::new(Uses { bufs: bufs.collect(), signals: signals.collect() });
+        self
+    }
+
+    /// In a team of one rank the lanes of a launch on the host follow each other on the caller's
+    /// stream, copies first: two changes of threads cost more than a small product. For operations
+    /// whose copies then wait for nothing that `compute` does.
+    pub(crate) fn lanes_in_turn(mut self) -> Self {
+        self.in_turn = self.team().size() == 1;
         self
     }
 
@@ -436,20 +447,28 @@ impl PlanCore {
         if !captured {
             self.order.follow(stream)?;
         }
-        let (fork, join) = (Event::new(), Event::new());
-        stream.record(&fork)?;
-        side.wait(&fork)?;
         let team = Arc::new(self.team().clone());
+        let (fork, join) = (Event::new(), Event::new());
+        if !self.in_turn {
+            stream.record(&fork)?;
+            side.wait(&fork)?;
+        }
         let (started, order) = (team.clone(), self.order.clone());
         // An error inside must name its operation and rank, however far from here it is reported.
         let (op, of) = (self.op, team.clone());
         let here = move |e: Error| e.op(op).seq(seq).of_team(&of).rank(of.rank());
         let also_here = here.clone();
         let copies = move || copies().map_err(&also_here);
-        side.launch(Node::new(op, copies).in_domain(fault.clone(), || {}))?;
+        let mut first = None;
+        if self.in_turn {
+            first = Some(copies);
+        } else {
+            side.launch(Node::new(op, copies).in_domain(fault.clone(), || {}))?;
+        }
         stream.launch(
             Node::new(self.op, move || {
                 started.set_state(seq, EntryState::Running);
+                first.as_ref().map_or(Ok(()), |copies| copies())?;
                 order.alone(&compute).map_err(&here)?;
                 started.set_state(seq, EntryState::Done);
                 Ok(())
@@ -459,8 +478,10 @@ impl PlanCore {
                 poison();
             }),
         )?;
-        side.record(&join)?;
-        stream.wait(&join)?;
+        if !self.in_turn {
+            side.record(&join)?;
+            stream.wait(&join)?;
+        }
         if captured { Ok(()) } else { self.order.done(stream) }
     }
 }

@@ -68,7 +68,9 @@ impl GemmArPlan {
         let num = num_signals(choice.max_chunks(), 2);
         let signals = Arc::new(heap.team().signals(num, "gemm_ar")?);
         let text = format!("{} {} {}", d.common(), d.out, choice.text());
-        let core = PlanCore::new("gemm_ar", heap, text)?.using([&slots, &gather], [&signals]);
+        let core = PlanCore::new("gemm_ar", heap, text)?
+            .using([&slots, &gather], [&signals])
+            .lanes_in_turn();
         let (machine, device) = (Machine::of(&heap.device(), desc.0.x)?, OnceLock::new());
         Ok(Self { desc, core, slots, gather, signals, choice, most_whole, machine, device })
     }
@@ -180,7 +182,7 @@ impl GemmArPlan {
             scatter: Scatter {
                 launch,
                 tasks: schedule(me, &rows, d.n, &config),
-                handoff: (config.algo != Algo::Fused).then(Handoff::new),
+                handoff: (config.algo != Algo::Fused && size > 1).then(Handoff::new),
                 sequential: config.algo == Algo::Sequential,
                 chunks: config.sub_chunks,
                 desc: d.clone(),

@@ -67,7 +67,8 @@ impl GemmRsPlan {
             Arc::new(heap.team().signals(num_signals(choice.max_chunks(), 1), "gemm_rs")?);
         let core =
             PlanCore::new("gemm_rs", heap, format_args!("{} {}", desc.common(), choice.text()))?
-                .using([&slots], [&signals]);
+                .using([&slots], [&signals])
+                .lanes_in_turn();
         let (machine, device) = (Machine::of(&heap.device(), desc.x)?, OnceLock::new());
         Ok(Self { desc, core, slots, signals, choice, most_whole, machine, device })
     }
@@ -152,7 +153,7 @@ impl GemmRsPlan {
         let run = Arc::new(Run {
             launch,
             tasks: schedule(me, &rows, self.desc.n, &config),
-            handoff: (config.algo != Algo::Fused).then(Handoff::new),
+            handoff: (config.algo != Algo::Fused && size > 1).then(Handoff::new),
             sequential: config.algo == Algo::Sequential,
             desc: self.desc.clone(),
             chunks: config.sub_chunks,

@@ -57,7 +57,8 @@ impl QuantPlan {
                 let bytes = Self::memory(&desc, h.team().size());
                 let area = h.alloc(bytes, "quant").map_err(|e| e.op("quant"))?;
                 let signals = Arc::new(h.team().signals(2, "quant")?);
-                let core = PlanCore::new("quant", h, desc)?.using([&area], [&signals]);
+                let core =
+                    PlanCore::new("quant", h, desc)?.using([&area], [&signals]).lanes_in_turn();
                 Some(Shared { core, area, signals })
             }
         };
