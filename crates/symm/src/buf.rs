@@ -4,7 +4,7 @@ use std::sync::{Arc, Mutex};
 
 use tilewire_core::{DType, Error, ErrorKind, Rank, Result, Shape};
 use tilewire_device::cuda::CudaMemory;
-use tilewire_device::{Device, Tensor};
+use tilewire_device::{Device, Memory, Tensor};
 
 use crate::heap::Heap;
 use crate::team::lock;
@@ -131,13 +131,38 @@ impl SymBuf {
             let text = "symmetric memory of the host cannot back a tensor";
             return Err(Error::new(ErrorKind::Unsupported, text)
                 .op("symbuf")
-                .hint("use `SymBuf::address`, or a `Transport`"));
+                .hint("use a `Transport`, or `SymBuf::host_tensor`, which is unsafe"));
         };
         let (addr, len) = self.address(rank)?;
         // SAFETY: the heap has mapped these bytes of the rank's part on the device of `ctx`, for
         // reading and writing; the buffer, which is the lender, keeps the heap.
         let memory = unsafe { CudaMemory::lent(&ctx, addr, len, Arc::new(self.clone())) };
         Tensor::over_cuda(memory, dtype, shape).map_err(|e| e.op("symbuf"))
+    }
+
+    /// Returns the first bytes of `rank`'s part as a tensor of the host, which keeps the buffer's
+    /// memory: [`SymBuf::peer_tensor`] of heaps of the host.
+    ///
+    /// # Errors
+    /// `InvalidArgument` if it does not fit the buffer; `Unsupported` on heaps of devices; otherwise
+    /// as [`SymBuf::address`].
+    ///
+    /// # Safety
+    /// While a guard or queued work uses the tensor, no other rank and no transport writes these
+    /// bytes, and none reads what this use writes: signals or a barrier order them.
+    pub unsafe fn host_tensor(&self, rank: Rank, dtype: DType, shape: Shape) -> Result<Tensor> {
+        if !matches!(self.0.heap.device(), Device::Host) {
+            let text = "symmetric memory of a device cannot back a tensor of the host";
+            return Err(Error::new(ErrorKind::Unsupported, text)
+                .op("symbuf")
+                .hint("use `SymBuf::tensor` or `SymBuf::peer_tensor`"));
+        }
+        let (addr, len) = self.address(rank)?;
+        let ptr = std::ptr::with_exposed_provenance_mut(addr as usize);
+        // SAFETY: the heap has mapped these bytes in this process, for reading and writing; the
+        // buffer, which is the lender, keeps the heap. The rest is the caller's contract.
+        let memory = unsafe { Memory::lent(ptr, len, Arc::new(self.clone())) };
+        Tensor::over(memory, 0, dtype, shape).map_err(|e| e.op("symbuf"))
     }
 
     /// Returns the first bytes of all ranks' parts as one strided array `[ranks, shape...]`.
