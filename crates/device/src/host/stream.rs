@@ -215,13 +215,18 @@ impl HostStream {
     /// queues here does not wake the stream's own thread: this one waits for that at once, and
     /// runs it itself.
     pub fn hold(&self) -> Held<'_> {
-        self.0.lane.line.hold();
+        // Another thread of the parent may have had the queue's lock when a child was forked.
+        if !self.0.process.is_foreign() {
+            self.0.lane.line.hold();
+        }
         Held(self)
     }
 
     /// Ends [`HostStream::hold`] of this thread, if it is in force.
     pub fn let_go(&self) {
-        self.0.lane.let_go();
+        if !self.0.process.is_foreign() {
+            self.0.lane.let_go();
+        }
     }
 
     /// Queues `node`, or adds it to the capture in progress.
