@@ -144,8 +144,8 @@ impl SymBuf {
     /// memory: [`SymBuf::peer_tensor`] of heaps of the host.
     ///
     /// # Errors
-    /// `InvalidArgument` if it does not fit the buffer; `Unsupported` on heaps of devices; otherwise
-    /// as [`SymBuf::address`].
+    /// `InvalidArgument` if it does not fit the buffer; `Unsupported` on heaps of devices;
+    /// otherwise as [`SymBuf::address`].
     ///
     /// # Safety
     /// While a guard or queued work uses the tensor, no other rank and no transport writes these
