@@ -24,7 +24,7 @@ class Differentiable(torch.autograd.Function):
         return (cls.apply if torch.compiler.is_compiling() else cls._apply)(*args)
 
 
-class QuickType(_native.node_type(type(torch.autograd.Function))):
+class QuickType(_native.node_type(type(torch.autograd.Function))):  # type: ignore[misc]
     """The type of classes that `apply` reads fast, with a place for `args` in their nodes, which
     spares each a dictionary."""
 
