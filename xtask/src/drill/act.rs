@@ -375,12 +375,7 @@ impl Act<'_> {
         }
         let before = self.steps();
         self.until(&mut job, || self.steps() > before)?;
-        let now = descriptors(id);
-        let more = fds.iter().filter_map(|(who, (pid, n))| {
-            let (same, m) = now.get(who)?;
-            (same == pid && m > n).then(|| format!("{who}: {n}, then {m}"))
-        });
-        self.seen["fds"] = json!(more.collect::<Vec<_>>());
+        self.seen["fds"] = json!(leaks(&fds, id));
         self.ends_when_asked(&mut job, &self.case.steps.to_string())
     }
 
@@ -425,6 +420,25 @@ fn descriptors(launcher: u32) -> Fds {
     let ranks = look::ranks(launcher).into_iter().map(|(rank, pid)| (format!("rank {rank}"), pid));
     let all = ranks.chain([("launcher".to_owned(), launcher)]);
     all.map(|(who, pid)| (who, (pid, look::descriptors(pid)))).collect()
+}
+
+/// Descriptors that processes have more than in `before`, and keep: a file that a rank writes at the
+/// moment of the count is closed soon.
+fn leaks(before: &Fds, launcher: u32) -> Vec<String> {
+    let look = || {
+        let now = descriptors(launcher);
+        let more = |(who, (pid, n)): (&String, &(u32, usize))| {
+            let (same, m) = now.get(who)?;
+            (same == pid && m > n).then(|| format!("{who}: {n}, then {m}"))
+        };
+        before.iter().filter_map(more).collect::<Vec<_>>()
+    };
+    let (mut found, start) = (look(), Instant::now());
+    while !found.is_empty() && start.elapsed() < look::CLOSING {
+        std::thread::sleep(Duration::from_millis(100));
+        found = look();
+    }
+    found
 }
 
 /// True if a process may have mounts of its own.

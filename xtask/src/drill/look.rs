@@ -106,7 +106,7 @@ pub fn orphans() -> BTreeSet<String> {
 }
 
 /// Longest time in which the kernel closes what a process had open.
-const CLOSING: Duration = Duration::from_secs(2);
+pub const CLOSING: Duration = Duration::from_secs(2);
 
 /// Inodes of the sockets that a process holds.
 fn sockets_of(pid: u32) -> BTreeSet<String> {
