@@ -60,6 +60,8 @@ def main():
             killed = " (killed: late)" * (r in late)
             print(f"-- rank {r} of {size}, exit code {p.returncode}{killed}")
             print(text if p.returncode else text.strip().splitlines()[-1])
+    if any(p.returncode for p in ranks):
+        print(f"exit codes of the ranks: {[p.returncode for p in ranks]}")
     return int(bool(late) or any(p.returncode for p in ranks))
 
 

@@ -12,9 +12,25 @@ pub struct Outcome {
     pub failed: usize,
     pub skipped: Skips,
     pub downloaded: u64,
+    /// Names and last lines of failed checks, for the end of the run: the output of a stage is
+    /// long, and parts of it run beside each other.
+    pub failures: Vec<String>,
 }
 
+/// The most lines of a failure that are repeated at the end, and the most characters of each.
+const LINES: usize = 20;
+const CHARS: usize = 200;
+
 impl Outcome {
+    /// Keeps the last lines of the output of a failed check.
+    pub fn explain(&mut self, what: &str, said: &str) {
+        let lines: Vec<_> = said.lines().map(str::trim_end).filter(|l| !l.is_empty()).collect();
+        let from = lines.len().saturating_sub(LINES);
+        let last = lines[from..].iter().map(|l| l.chars().take(CHARS).collect());
+        let all: Vec<String> = [what.to_owned()].into_iter().chain(last).collect();
+        self.failures.push(all.join("\n    "));
+    }
+
     /// One check that was left out.
     pub fn skip(reason: &str) -> Self {
         let mut o = Self::default();
@@ -26,6 +42,7 @@ impl Outcome {
         self.passed += other.passed;
         self.failed += other.failed;
         self.downloaded += other.downloaded;
+        self.failures.extend_from_slice(&other.failures);
         other.skipped.0.iter().for_each(|(reason, n)| self.skipped.add(reason, *n));
     }
 }
@@ -101,6 +118,18 @@ impl Skips {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_last_words_of_a_failure_are_kept() {
+        let mut o = Outcome::default();
+        let said: Vec<_> = (0..100).map(|i| format!("{i} {}\n", "x".repeat(500))).collect();
+        o.explain("a test", &said.join("\n"));
+        let mut total = Outcome::default();
+        total.add(&o);
+        let lines: Vec<_> = total.failures[0].lines().collect();
+        assert_eq!((lines.len(), lines[0], &lines[1][..7]), (LINES + 1, "a test", "    80 "));
+        assert!(lines.iter().all(|l| l.len() <= CHARS + 4), "{lines:?}");
+    }
 
     #[test]
     fn a_reason_that_is_given_too_often_is_named() {

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use tilewire_testing::Lack;
 
 use crate::outcome::{BY_PYTEST, NOT_INSTALLED, Outcome};
-use crate::stages::{OFF, exec, one, size_of, wheel};
+use crate::stages::{OFF, exec, named, one, size_of, wheel};
 
 #[path = "../../crates/ops/tests/gpu/driver.rs"]
 pub mod driver;
@@ -148,6 +148,8 @@ fn imports<'a>(root: &Path, path: &str, python: &'a mut Command) -> &'a mut Comm
         // Each connection to torch's store asks the name service for the name of its client, on
         // both sides. An answer that is lost costs one second, in place of five.
         .env("RES_OPTIONS", "timeout:1 attempts:1")
+        // A process that crashes says where, at its end, too, where pytest does that no more.
+        .env("PYTHONFAULTHANDLER", "1")
         .env_remove("PYTHONDONTWRITEBYTECODE")
 }
 
@@ -160,13 +162,16 @@ fn pytest(root: &Path, path: &str, args: &[&str]) -> Outcome {
 fn reported(root: &Path, path: &str, args: &[&str], python: &mut Command) -> Outcome {
     let (begun, said) = (Instant::now(), args.join(" "));
     println!("$ python3 {said}");
-    python.args(args).stdin(Stdio::null()).stderr(Stdio::inherit());
+    python.args(args).stdin(Stdio::null());
     let out = imports(root, path, python).output();
     let Ok(out) = out else { return one(false) };
-    let text = String::from_utf8_lossy(&out.stdout);
-    let o = counted(&text, out.status.success());
+    let (text, errors) =
+        (String::from_utf8_lossy(&out.stdout), String::from_utf8_lossy(&out.stderr));
+    eprint!("{errors}");
+    let mut o = counted(&text, out.status.success());
     if o.failed > 0 {
         println!("{text}");
+        o.explain(&format!("{said}: {}", out.status), &format!("{text}\n{errors}"));
     }
     println!(
         "{:>8.1} s  {} passed, {} failed: {said}",
@@ -233,7 +238,7 @@ fn jax(root: &Path, path: &str) -> Outcome {
     let mut python = Command::new("timeout");
     python.args(["120", "python3", &example]).envs(OFF).stdin(Stdio::null());
     let done = imports(root, path, &mut python).status();
-    o.add(&one(done.is_ok_and(|s| s.success())));
+    o.add(&named("jax_tp.py", done.is_ok_and(|s| s.success())));
     o
 }
 
@@ -322,10 +327,10 @@ pub fn run(root: &Path) -> Outcome {
         // All that is compared is imported, so both frameworks are there.
         if let Some((types, with_jax)) = types.as_ref().zip(with_jax.as_ref()) {
             let path = text(&[&ours, &torch, &tools, types, with_jax]);
-            o.add(&one(stubtest(root, &path)));
+            o.add(&named("stubtest", stubtest(root, &path)));
         }
         for name in ["tp_block", "moe", "attention"] {
-            o.add(&one(example(root, &path, name)));
+            o.add(&named(name, example(root, &path, name)));
         }
         o
     };

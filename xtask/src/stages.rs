@@ -90,9 +90,10 @@ pub fn run(root: &Path, only: Option<&str>, list: bool, extent: Extent) -> ExitC
         }
         let start = Instant::now();
         let mut o = (s.run)(root, extent);
-        for why in o.skipped.too_many() {
-            println!("{why}");
-            o.failed += 1;
+        let over = o.skipped.too_many();
+        o.add(&failed(&over));
+        if o.failed > 0 && o.failures.is_empty() {
+            o.explain("see above", "");
         }
         println!(
             "<== {}: {} passed, {} failed, {} skipped, {:.1} s, {:.1} MB fetched (size on disk)",
@@ -103,11 +104,13 @@ pub fn run(root: &Path, only: Option<&str>, list: bool, extent: Extent) -> ExitC
             start.elapsed().as_secs_f64(),
             o.downloaded as f64 / 1e6
         );
+        o.failures.iter_mut().for_each(|f| f.insert_str(0, &format!("failed: {}: ", s.name)));
         total.add(&o);
     }
     if list {
         return ExitCode::SUCCESS;
     }
+    total.failures.iter().for_each(|f| println!("{f}"));
     if total.skipped.total() > 0 {
         println!("skipped: {}", total.skipped.text());
     }
@@ -116,12 +119,19 @@ pub fn run(root: &Path, only: Option<&str>, list: bool, extent: Extent) -> ExitC
 }
 
 pub fn from_problems(problems: &[String]) -> Outcome {
-    problems.iter().for_each(|p| println!("{p}"));
-    Outcome {
-        passed: usize::from(problems.is_empty()),
-        failed: problems.len(),
-        ..Outcome::default()
+    let mut o = failed(problems);
+    o.passed = usize::from(problems.is_empty());
+    o
+}
+
+/// Prints problems; each is a failure.
+fn failed(problems: &[String]) -> Outcome {
+    let mut o = Outcome { failed: problems.len(), ..Outcome::default() };
+    for p in problems {
+        println!("{p}");
+        o.explain(p, "");
     }
+    o
 }
 
 /// Runs a command with the multicast-off variables, inheriting output. Ends it after `limit`.
@@ -165,6 +175,15 @@ pub fn one(ok: bool) -> Outcome {
     Outcome { passed: usize::from(ok), failed: usize::from(!ok), ..Outcome::default() }
 }
 
+/// As [`one`], of a check that has a name.
+pub fn named(what: &str, ok: bool) -> Outcome {
+    let mut o = one(ok);
+    if !ok {
+        o.explain(what, "");
+    }
+    o
+}
+
 pub fn cargo() -> String {
     std::env::var("CARGO").unwrap_or_else(|_| "cargo".to_owned())
 }
@@ -191,9 +210,8 @@ fn drill(root: &Path) -> Outcome {
         let args = DrillArgs { seconds: 30, seed, ..DrillArgs::default() };
         let tally = crate::drill::run(root, &args);
         let problems = tally.problems();
-        problems.iter().for_each(|p| println!("{p}"));
         o.passed += tally.right;
-        o.failed += problems.len();
+        o.add(&failed(&problems));
     }
     o
 }

@@ -347,7 +347,12 @@ pub fn run_all(root: &Path, extent: Extent) -> Outcome {
     std::fs::remove_file(&notes).ok();
     let ran = ran.into_inner().expect("no panic");
     println!("{}", table(&ran));
-    ran.iter().for_each(|r| o.add(&r.outcome));
+    for r in &ran {
+        o.add(&r.outcome);
+        if r.outcome.failed > 0 {
+            o.explain(&r.name, &r.said);
+        }
+    }
     o
 }
 

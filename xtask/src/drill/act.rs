@@ -422,8 +422,8 @@ fn descriptors(launcher: u32) -> Fds {
     all.map(|(who, pid)| (who, (pid, look::descriptors(pid)))).collect()
 }
 
-/// Descriptors that processes have more than in `before`, and keep: a file that a rank writes at the
-/// moment of the count is closed soon.
+/// Descriptors that processes have more than in `before`, and keep: a file that a rank writes at
+/// the moment of the count is closed soon.
 fn leaks(before: &Fds, launcher: u32) -> Vec<String> {
     let look = || {
         let now = descriptors(launcher);
