@@ -43,6 +43,20 @@ impl Rows {
         }
         Ok(Self { x: made(plan.zero_copy_recv(), x)?, dy: made(plan.zero_copy_grad(), dy)? })
     }
+
+    /// Receive buffers at two places of `buf` where the layout has them.
+    fn within(plan: &EpPlan, buf: &SymBuf) -> Result<Self> {
+        let d = plan.desc();
+        let made = |made: Result<Tensor>, t, rows| match made {
+            Err(e) if e.is_unsupported() => Ok(Tensor::zeros(t, Shape::d2(rows, N))),
+            made => made,
+        };
+        let at = 48 + d.recv_rows() * N * d.dtype.size();
+        // SAFETY: nothing but this plan uses the buffer.
+        let (x, dy) =
+            unsafe { (plan.host_zero_copy_recv_in(buf, 48), plan.host_zero_copy_grad_in(buf, at)) };
+        Ok(Self { x: made(x, d.dtype, d.recv_rows())?, dy: made(dy, d.out, d.capacity)? })
+    }
 }
 
 /// All outputs of a round of all phases, as bytes.
@@ -81,7 +95,8 @@ fn round(plan: &EpPlan, s: &Stream, to: &Rows, seed: u64) -> Result<Vec<Vec<u8>>
     all.into_iter().chain(weights).map(|t| t.read(<[u8]>::to_vec)).collect()
 }
 
-/// One chunk or many, straight or by the area, whatever a receive buffer held: the same bits.
+/// One chunk or many, straight or by the area, to memory of the plan's or the caller's, whatever a
+/// receive buffer held: the same bits.
 #[test]
 fn cuts_and_receive_buffers_change_no_bit() {
     for layout in [
@@ -102,6 +117,11 @@ fn cuts_and_receive_buffers_change_no_bit() {
                 let rows = Rows::new(&plan, straight)?;
                 plans.push((plan, rows));
             }
+            let plan = EpPlan::new(d.clone(), &heap)?;
+            plan.prepare(&s)?;
+            let mine = heap.alloc(1 << 15, "mine")?;
+            let rows = Rows::within(&plan, &mine)?;
+            plans.push((plan, rows));
             for n in 0..20 {
                 let seed = 10 * n + u64::from(team.rank().get());
                 let outs = plans.iter().map(|(plan, rows)| round(plan, &s, rows, seed));
@@ -387,7 +407,20 @@ fn layouts_whose_rows_have_no_known_place_have_no_receive_buffer() {
                 assert!(made.err().is_none_or(|e| e.is_unsupported()), "{layout:?}");
             }
             let buf = heap.alloc(1 << 12, "mine")?;
-            assert!(plan.zero_copy_recv_in(&buf, 0).is_err_and(|e| e.is_unsupported()));
+            for made in [plan.zero_copy_recv_in(&buf, 0), plan.zero_copy_grad_in(&buf, 0)] {
+                assert!(made.is_err_and(|e| e.is_unsupported() && e.to_string().contains("host_")));
+            }
+            if !recv {
+                continue;
+            }
+            let len = plan.desc().recv_rows() * N * plan.desc().dtype.size();
+            let at = (1 << 12) - len.next_multiple_of(16);
+            for (at, fits) in [(at + 16, false), (8, false), (at, true), (at, false)] {
+                // SAFETY: nothing but this plan uses the buffer.
+                let made = unsafe { plan.host_zero_copy_recv_in(&buf, at) };
+                assert_eq!(made.is_ok(), fits, "{layout:?}, at byte {at} of {len}: {made:?}");
+                assert!(made.err().is_none_or(|e| e.kind() == ErrorKind::InvalidArgument));
+            }
         }
         Ok(())
     })

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
-use tilewire::device::{Buffer, Device, Queue};
+use tilewire::device::{Device, Queue};
 use tilewire::ops::ep::{EpDesc, EpDispatch, EpHandle, EpLayout, EpPlan, Overflow};
 use tilewire::plans::Recipe;
 use tilewire::prelude::*;
@@ -161,12 +161,18 @@ impl EpGroup {
             let_go(Some(stream))?;
             // By the cache of plans, which makes the heap larger if need be.
             let (buf, _) = call.member.plans.alloc("ep rows", len, 0)?;
-            match grad {
-                true => plan.zero_copy_grad_in(&buf, 0)?.cuda(),
-                false => plan.zero_copy_recv_in(&buf, 0)?.cuda(),
-            }
+            let memory = match (grad, &call.device) {
+                (true, Device::Cuda(_)) => plan.zero_copy_grad_in(&buf, 0)?,
+                (false, Device::Cuda(_)) => plan.zero_copy_recv_in(&buf, 0)?,
+                // SAFETY: nothing but the plan and the tensors of this rank uses the buffer.
+                (true, Device::Host) => unsafe { plan.host_zero_copy_grad_in(&buf, 0)? },
+                // SAFETY: as above.
+                (false, Device::Host) => unsafe { plan.host_zero_copy_recv_in(&buf, 0)? },
+            };
+            let (addr, _) = buf.address(call.member.team.rank())?;
+            Ok((Bytes::flat(addr, len), memory))
         })?;
-        let bytes = Bytes::flat(memory.addr(), memory.len_bytes());
+        let (bytes, memory) = memory;
         // SAFETY: the plan has made the memory for this; it is kept by its tensor.
         unsafe { export(py, &call.device, &bytes, Arc::new((memory, self.plan.clone()))) }
     }
@@ -177,7 +183,14 @@ impl EpGroup {
         let memory = buf.get().memory().or_raise(py)?;
         call.prepare(py, |stream| {
             not_captured(stream)?;
-            self.plan.zero_copy_recv_in(memory, at).map(drop)
+            match call.device {
+                Device::Cuda(_) => self.plan.zero_copy_recv_in(memory, at),
+                // SAFETY: torch's tensors over the memory are used by calls that follow each other
+                // on this rank, as are tensors of any other memory; transfers of other ranks to it
+                // are ordered by `symm_*` signals and barriers, which is their callers' contract.
+                Device::Host => unsafe { self.plan.host_zero_copy_recv_in(memory, at) },
+            }
+            .map(drop)
         })
     }
 

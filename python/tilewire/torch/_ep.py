@@ -56,7 +56,7 @@ class EpGroup:
             float8_e5m2 tokens are :class:`QTensor` of recipe "block1x128" and have no gradient.
         out_dtype: with FP8 tokens, the type of the experts' results: float32, bfloat16 or float16.
         zero_copy: rows come straight to where they stay, in memory of the buffer's own: the next
-            dispatch into the buffer overwrites them (autograd notices). On GPUs for the layouts
+            dispatch into the buffer overwrites them (autograd notices). For the layouts
             "expert_major" and "rank_major". Then a buffer is made by all ranks together.
         num_sms: multiprocessors that the kernels may take.
 
@@ -117,7 +117,7 @@ class EpGroup:
 
     def buffer(self, recv=None):
         """A buffer for one microbatch: its routing, and with ``zero_copy`` the memory of its rows,
-        which all ranks make together. Several may be in flight.
+        which all ranks make together and the layer keeps. Several may be in flight.
 
         Args:
             recv: memory for the rows in place of the buffer's own: a contiguous tensor [recv_rows,
@@ -174,14 +174,11 @@ class EpBuffer:
             )
         if recv.requires_grad:
             raise InvalidArgument("EpGroup.buffer: memory for the rows cannot require a gradient")
-        if g.device.type == "cuda":
-            g._native.receive_in(handle._native, handle._at)
+        g._native.receive_in(handle._native, handle._at)
         return recv
 
     def _memory(self, grad, shape, dtype):
-        """Memory that peers write to; on the CPU, where nothing is gained, any other memory."""
-        if self.group.device.type != "cuda":
-            return _zeros(*shape, dtype=dtype, like=self.group)
+        """Memory that peers write to."""
         flat = torch.utils.dlpack.from_dlpack(self.group._native.zero_copy(grad))
         t = flat.view(-1)[: shape[0] * shape[1] * dtype.itemsize].view(dtype).view(shape)
         return t.zero_()

@@ -42,8 +42,27 @@ impl EpPlan {
     /// # Errors
     /// As there; `InvalidArgument` if the rows do not fit there, or memory that begins there
     /// receives rows already; `Unsupported` on the host, where other operations may use
-    /// `buf` while this rank reads its rows.
+    /// `buf` while this rank reads its rows: see [`EpPlan::host_zero_copy_recv_in`].
     pub fn zero_copy_recv_in(&self, buf: &SymBuf, at: usize) -> Result<Tensor> {
+        self.on_devices()?;
+        self.recv_in(buf, at)
+    }
+
+    /// [`EpPlan::zero_copy_recv_in`] on a heap of the host.
+    ///
+    /// # Errors
+    /// As there; `Unsupported` on devices.
+    ///
+    /// # Safety
+    /// As long as the plan lives, nothing else writes these bytes of `buf` on any rank while
+    /// a guard of the tensor or a dispatch into it uses them, and nothing reads them through `buf`
+    /// while this writes: barriers or signals order what other operations do there.
+    pub unsafe fn host_zero_copy_recv_in(&self, buf: &SymBuf, at: usize) -> Result<Tensor> {
+        self.on_the_host()?;
+        self.recv_in(buf, at)
+    }
+
+    fn recv_in(&self, buf: &SymBuf, at: usize) -> Result<Tensor> {
         let d = &self.base.desc;
         self.fits(buf, at, (d.dtype, d.recv_rows()))?;
         let knows = !matches!(d.layout, EpLayout::Flat { .. });
@@ -69,18 +88,51 @@ impl EpPlan {
     /// # Errors
     /// As there, and as [`EpPlan::zero_copy_grad`].
     pub fn zero_copy_grad_in(&self, buf: &SymBuf, at: usize) -> Result<Tensor> {
+        self.on_devices()?;
+        self.grad_in(buf, at)
+    }
+
+    /// [`EpPlan::zero_copy_grad_in`] on a heap of the host.
+    ///
+    /// # Errors
+    /// As there; `Unsupported` on devices.
+    ///
+    /// # Safety
+    /// As [`EpPlan::host_zero_copy_recv_in`].
+    pub unsafe fn host_zero_copy_grad_in(&self, buf: &SymBuf, at: usize) -> Result<Tensor> {
+        self.on_the_host()?;
+        self.grad_in(buf, at)
+    }
+
+    fn grad_in(&self, buf: &SymBuf, at: usize) -> Result<Tensor> {
         let d = &self.base.desc;
         self.fits(buf, at, (d.out, d.capacity))?;
         let knows = matches!(d.layout, EpLayout::ExpertMajor { .. });
         self.direct(knows, (d.out, d.capacity), "expert-major rows, by puts", Some((buf, at)))
     }
 
+    fn on_devices(&self) -> Result<()> {
+        if self.base.cores[0].lane().is_some() {
+            return Ok(());
+        }
+        let text = "rows cannot be received in symmetric memory of the host by safe calls";
+        Err(Error::new(ErrorKind::Unsupported, text)
+            .op("ep")
+            .hint("use `host_zero_copy_recv_in` or `host_zero_copy_grad_in`, which are unsafe"))
+    }
+
+    fn on_the_host(&self) -> Result<()> {
+        if self.base.cores[0].lane().is_none() {
+            return Ok(());
+        }
+        let text = "the symmetric memory of a device is not the host's";
+        Err(Error::new(ErrorKind::Unsupported, text)
+            .op("ep")
+            .hint("use `zero_copy_recv_in` or `zero_copy_grad_in`"))
+    }
+
     /// Fails unless `rows` fit at byte `at` of `buf`, which is of this heap.
     fn fits(&self, buf: &SymBuf, at: usize, (dtype, rows): (DType, usize)) -> Result<()> {
-        if self.base.cores[0].lane().is_none() {
-            let text = "rows can be received in the symmetric memory of devices only";
-            return Err(Error::new(ErrorKind::Unsupported, text).op("ep"));
-        }
         buf.check_heap(self.base.cores[0].heap()).map_err(|e| e.op("ep"))?;
         let need = rows * self.base.desc.hidden * dtype.size();
         if at.is_multiple_of(16) && at.checked_add(need).is_some_and(|end| end <= buf.len_bytes()) {
@@ -146,8 +198,9 @@ impl EpPlan {
         let addr = known(buf.address(heap.team().rank())?.0 + at as u64)?;
         let ptr = std::ptr::with_exposed_provenance_mut(addr as usize);
         // SAFETY: mapped for reading and writing as long as the buffer lives, which is of this plan
-        // alone. Peers write there from the announcement of a launch up to their arrivals, while
-        // the launch holds the guard of the memory for writing.
+        // alone, or used elsewhere by the contract of `host_zero_copy_recv_in`. Peers write there
+        // from the announcement of a launch up to their arrivals, while the launch holds the guard
+        // of the memory for writing.
         let memory = unsafe { Memory::lent(ptr, len, std::sync::Arc::new(buf.clone())) };
         let host = Some(Straight { memory: memory.clone(), at: offset });
         direct.push(Direct { addr, host, _buf: buf });

@@ -51,7 +51,7 @@ class _Bootstrap:
         self.world, self.owned = world, owned
         self.limits, self.layer, self.eager = limits, layer, eager
         self.groups = {}
-        #: Where the memory of buffers with ``zero_copy`` begins, on a GPU.
+        #: Where the memory of buffers with ``zero_copy`` begins.
         self.memory = set()
 
     def group(self, top_k, max_tokens, hidden, capacity, alignment, dtype):
@@ -247,8 +247,7 @@ class EpBuffer:
             )
         own = self._group.buffer()
         self._native, self._recv, self._grad = own._native, own._recv, own._grad
-        if world_device.type == "cuda":
-            began.memory.update(t.data_ptr() for t in (own._recv, own._grad) if t is not None)
+        began.memory.update(t.data_ptr() for t in (own._recv, own._grad) if t is not None)
         self._began = began
         self._generation, self._tokens, self._rows, self._given = 0, None, None, set()
         made = dict(dtype=torch.int64, device=world_device)
@@ -591,7 +590,7 @@ def release_symm_mem_pool():
 
 def is_symm_backed(t):
     """Whether peers reach the memory of ``t``: it is of :func:`symm_mem_alloc` or
-    :func:`tilewire.torch.symm_empty`, or on a GPU of a buffer with ``zero_copy``."""
+    :func:`tilewire.torch.symm_empty`, or of a buffer with ``zero_copy``."""
     start = t.untyped_storage().data_ptr()
     if start == 0:
         return False
