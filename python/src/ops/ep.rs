@@ -153,7 +153,7 @@ impl EpGroup {
     /// weights.
     fn zero_copy(&self, py: Python<'_>, grad: bool) -> PyResult<Py<PyAny>> {
         let call = Call::new(py, "ep", self.world)?;
-        let memory = call.prepare(py, |stream| {
+        let (bytes, memory) = call.prepare(py, |stream| {
             not_captured(stream)?;
             let (d, plan) = (self.plan.desc(), &self.plan);
             let rows = if grad { d.capacity } else { d.recv_rows() };
@@ -169,10 +169,12 @@ impl EpGroup {
                 // SAFETY: as above.
                 (false, Device::Host) => unsafe { plan.host_zero_copy_recv_in(&buf, 0)? },
             };
-            let (addr, _) = buf.address(call.member.team.rank())?;
+            let addr = match call.device {
+                Device::Cuda(_) => memory.cuda()?.addr(),
+                Device::Host => buf.address(call.member.team.rank())?.0,
+            };
             Ok((Bytes::flat(addr, len), memory))
         })?;
-        let (bytes, memory) = memory;
         // SAFETY: the plan has made the memory for this; it is kept by its tensor.
         unsafe { export(py, &call.device, &bytes, Arc::new((memory, self.plan.clone()))) }
     }
