@@ -10,8 +10,8 @@ use std::mem::{offset_of, size_of};
 
 use bytemuck::{Pod, Zeroable};
 
-use crate::attention::TABLE;
 use crate::attention::hopper::FEW;
+use crate::attention::{REFUSED, TABLE};
 pub use crate::layout::{Field, Layout};
 use crate::portable::{COLLECTIVE_RANKS, MOVE_SEGMENTS};
 
@@ -357,6 +357,27 @@ abi! {
         num: u32,
         pad: u32,
         segs: [TwSeg; TABLE],
+    }
+
+    /// Rows of one side, by offsets in device memory.
+    "attention/sequences.cu" TwOffsets {
+        cu: u64,
+        at: u64,
+        table: u64,
+        tokens: u32, tile: u32, extra: u32, longest: u32,
+    }
+
+    /// Tables that are made of offsets.
+    "attention/sequences.cu" TwSequences {
+        q: TwOffsets, kv: TwOffsets,
+        status: u64,
+        num: u32, pad: u32,
+    }
+
+    /// Results that are NaN where the offsets cannot be used.
+    "attention/sequences.cu" TwRefuse {
+        status: u64,
+        to: [u64; REFUSED], num: [u64; REFUSED],
     }
 
     /// Results over parts of the keys, to be merged.

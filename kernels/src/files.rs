@@ -23,6 +23,7 @@ files![
     "attention/pairs.cuh",
     "attention/plain_attention.cu",
     "attention/segments.cuh",
+    "attention/sequences.cu",
     "attention/sm80_attention.cu",
     "attention/sm90_attention.cu",
     "attention/sm90_attention_bwd.cu",

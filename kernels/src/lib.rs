@@ -188,6 +188,7 @@ pub const ALL: &[Source] = &[
     portable::OPTIMIZER,
     attention::SM80_ATTENTION,
     attention::PLAIN_ATTENTION,
+    attention::SEQUENCES,
     attention::hopper::SM90_ATTENTION,
     attention::hopper::SM90_ATTENTION_BWD,
     LINKS,

@@ -35,6 +35,18 @@ pub const PLAIN_ATTENTION: Source = Source {
     ],
 };
 
+/// Tables of segments from offsets in device memory.
+pub const SEQUENCES: Source = Source {
+    name: "attention/sequences.cu",
+    defines: &[],
+    kernels: &["tw_attn_sequences", "tw_attn_refuse"],
+};
+
+/// Threads of `tw_attn_sequences`.
+pub const SEQUENCES_THREADS: u32 = 256;
+/// Results that one launch of `tw_attn_refuse` fills.
+pub const REFUSED: usize = 5;
+
 /// Rows of a tile of the kernels of [`PLAIN_ATTENTION`].
 pub const PLAIN_ROWS: u64 = 4;
 /// Segments that one launch of `tw_attn_table` writes.
@@ -248,6 +260,7 @@ pub fn attention() -> Vec<(Source, Vec<(String, u64)>)> {
         .chain(plain.chain(parts).map(|defines| (PLAIN_ATTENTION, defines)))
         .chain(hopper)
         .chain(grads)
+        .chain([(SEQUENCES, Vec::new())])
         .collect()
 }
 

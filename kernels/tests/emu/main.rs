@@ -12,6 +12,7 @@ mod attention_hopper_grad;
 mod attention_hopper_grad_mutants;
 mod attention_hopper_mutants;
 mod attention_mutants;
+mod attention_sequences;
 mod bulk_copies;
 mod collective;
 mod collective_kernels;
@@ -106,6 +107,7 @@ fn all_tests() -> Vec<Test> {
         attention_hopper_grad_mutants::TESTS,
         attention_hopper_mutants::TESTS,
         attention_mutants::TESTS,
+        attention_sequences::TESTS,
         reduce::TESTS,
         collective::TESTS,
         collective_kernels::TESTS,

@@ -1,6 +1,7 @@
 //! Cases of the local attention, and the problems that `cp_attention` shares with it.
 
 mod magnitude;
+mod offsets;
 mod problem;
 mod share;
 
@@ -76,6 +77,15 @@ fn run(ctx: &mut Ctx, case: &Case) -> Result<()> {
             p.check_grads(ctx, &w, &g, (&q, &kv), (DType::F32, 0))?;
             same_bits(ctx, &mut first, (o, g))?;
         }
+        // Other types and tiles differ in what launches by sequences show.
+        if config.is_none()
+            && let Some(got) = offsets::run(ctx, (&plan, &p), &x)?
+        {
+            same_bits(ctx, &mut first, got)?;
+            if case.by_core() || case.dtype == DType::F32 {
+                offsets::refused(ctx, (&plan, &p), &x)?;
+            }
+        }
     }
     Ok(())
 }
@@ -98,7 +108,7 @@ pub(super) fn same_bits(
         ("dv", &g.dv, &got.1.dv),
     ];
     for (what, a, b) in pairs {
-        ctx.same_bits(&format!("second run of {what}"), a, b)?;
+        ctx.same_bits(&format!("another run of {what}"), a, b)?;
     }
     Ok(())
 }

@@ -4,7 +4,7 @@ use tilewire_core::memory::filled_or_unwind;
 use tilewire_core::{DType, Error, Result, Shape};
 use tilewire_device::Tensor;
 
-use super::{AttentionDesc, Sequences};
+use super::{AttentionDesc, AttnOffsets, Sequences};
 use crate::common::{Named, apart, expect_tensor, wide};
 
 /// One launch: its tensors, sequences and rows.
@@ -118,6 +118,9 @@ pub struct AttnInputs {
     pub sink: Option<Tensor>,
     /// Other (global) sequences than those of the description, of at most as many rows.
     pub sequences: Option<Sequences>,
+    /// The same by offsets that the launch reads when it runs, in place of `sequences`: for local
+    /// attention. The tensors have the rows that `q` and `k` have.
+    pub offsets: Option<AttnOffsets>,
 }
 
 impl AttnInputs {
@@ -127,7 +130,8 @@ impl AttnInputs {
         k: impl Into<AttnOperand>,
         v: impl Into<AttnOperand>,
     ) -> Self {
-        Self { q: q.into(), k: k.into(), v: v.into(), bias: None, sink: None, sequences: None }
+        let (q, k, v) = (q.into(), k.into(), v.into());
+        Self { q, k, v, bias: None, sink: None, sequences: None, offsets: None }
     }
 
     pub(crate) fn check(&self, d: &AttentionDesc, rows: LocalRows) -> Result<()> {
@@ -139,7 +143,9 @@ impl AttnInputs {
         expect_optional("sink", &self.sink, d.sink.then_some(&[d.heads_q]))
     }
 
-    pub(crate) fn named(&self) -> [Named<'_>; 8] {
+    pub(crate) fn named(&self) -> [Named<'_>; 12] {
+        let none = [("", None); 4];
+        let [cu_q, cu_kv, at_q, at_kv] = self.offsets.as_ref().map_or(none, AttnOffsets::named);
         [
             ("q", Some(&self.q.data)),
             ("k", Some(&self.k.data)),
@@ -149,6 +155,10 @@ impl AttnInputs {
             ("v scales", self.v.scales.as_ref()),
             ("bias", self.bias.as_ref()),
             ("sink", self.sink.as_ref()),
+            cu_q,
+            cu_kv,
+            at_q,
+            at_kv,
         ]
     }
 

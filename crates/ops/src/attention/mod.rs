@@ -28,6 +28,7 @@
 //! |  | `kernels/src/attention/sm90_attention.cu` |
 //! |  | `kernels/src/attention/sm90_attention_bwd.cu` |
 //! |  | `kernels/src/attention/plain_attention.cu` |
+//! |  | `kernels/src/attention/sequences.cu` |
 //! | oracle | `crates/oracle/src/attention/mod.rs` |
 //! | cases | `crates/cli/src/verify/attention.rs` |
 //! | page | `docs/protocols/attention.md` |
@@ -37,6 +38,7 @@ mod desc;
 pub(crate) mod device;
 pub(crate) mod host;
 mod launch;
+mod offsets;
 mod plan;
 mod schedule;
 mod sequences;
@@ -50,6 +52,8 @@ pub use desc::{AttentionDesc, AttnMask, BiasShape, Dropout};
 pub(crate) use host::{Grads, Upstream, rows_first};
 pub use launch::{AttnGrads, AttnInputs, AttnOperand, AttnOut, AttnSaved};
 pub(crate) use launch::{Extra, LocalRows};
+pub use offsets::AttnOffsets;
+pub(crate) use offsets::unsupported;
 pub use plan::AttentionPlan;
 pub use schedule::AttnConfig;
 pub(crate) use schedule::{Queries, Slice, slices};

@@ -1,18 +1,30 @@
 //! The plan of a local attention.
 
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use tilewire_core::Result;
+use tilewire_core::{Error, Result};
 use tilewire_device::cuda::CudaStream;
 use tilewire_device::{Node, Pending, Stream};
 
 use super::host::Run;
 use super::launch::Given;
 use super::{
-    AttentionDesc, AttnBackend, AttnConfig, AttnGrads, AttnInputs, AttnOut, AttnSaved, LocalRows,
-    Sequences, device,
+    AttentionDesc, AttnBackend, AttnConfig, AttnGrads, AttnInputs, AttnOperand, AttnOut, AttnSaved,
+    LocalRows, Sequences, device,
 };
 use crate::common::cuda::{Ready, together_on};
+
+type Refused = Arc<Mutex<Option<Error>>>;
+
+/// Keeps why a launch was refused, whose results are NaN.
+fn refuse(refused: &Refused, why: Error) -> Result<()> {
+    locked(refused).get_or_insert(why);
+    Ok(())
+}
+
+fn locked(refused: &Refused) -> MutexGuard<'_, Option<Error>> {
+    refused.lock().unwrap_or_else(PoisonError::into_inner)
+}
 
 /// A prepared attention. Local: no team.
 pub struct AttentionPlan {
@@ -20,6 +32,8 @@ pub struct AttentionPlan {
     config: AttnConfig,
     backend: AttnBackend,
     ready: Ready<device::Prepared>,
+    /// On the host: why offsets of a launch could not be used, of the first such launch.
+    refused: Refused,
 }
 
 impl AttentionPlan {
@@ -42,7 +56,7 @@ impl AttentionPlan {
     ) -> Result<Self> {
         let config = config.unwrap_or_default();
         desc.check().and_then(|()| config.check()).map_err(|e| e.op("attention"))?;
-        Ok(Self { desc, config, backend, ready: Ready::new() })
+        Ok(Self { desc, config, backend, ready: Ready::new(), refused: Refused::default() })
     }
 
     /// Returns the description.
@@ -76,10 +90,55 @@ impl AttentionPlan {
         self.ready.prepare(stream, make).map_err(|e| e.op("attention"))
     }
 
+    /// Raises what launches by offsets have found in these; call after waiting for them.
+    ///
+    /// # Errors
+    /// `InvalidArgument` if offsets of a launch could not be used since [`AttentionPlan::reset`];
+    /// its results are NaN.
+    pub fn check(&self) -> Result<()> {
+        let Some((_, p)) = self.ready.cuda() else {
+            return locked(&self.refused).clone().map_or(Ok(()), |e| Err(e.op("attention")));
+        };
+        match p.status().to_vec::<i32>()?[0] {
+            0 => Ok(()),
+            _ => Err(Error::invalid("the offsets of a launch cannot be used")
+                .op("attention")
+                .expected("offsets that begin with 0, ascend, and stay within the rows")
+                .hint("its results are NaN; `reset` forgets this")),
+        }
+    }
+
+    /// Forgets what [`AttentionPlan::check`] would raise, in stream order.
+    ///
+    /// # Errors
+    /// As [`Stream::launch`].
+    pub fn reset(&self, stream: &Stream) -> Result<()> {
+        if let Some((s, p)) = self.ready.on(stream)? {
+            return p.reset(s);
+        }
+        let refused = self.refused.clone();
+        stream.launch(Node::new("attention", move || {
+            *locked(&refused) = None;
+            Ok(())
+        }))
+    }
+
     /// The sequences of a launch, and its rows.
     fn begin(&self, stream: &Stream, x: &AttnInputs) -> Result<(Sequences, LocalRows)> {
         self.ready.on(stream)?;
-        let s = x.sequences.clone().unwrap_or_else(|| self.desc.sequences.clone());
+        let s = match (&x.offsets, &x.sequences) {
+            (None, s) => s.as_ref().unwrap_or(&self.desc.sequences).clone(),
+            (Some(_), Some(_)) => {
+                return Err(Error::invalid("a launch has sequences or offsets, not both"));
+            }
+            // Those of the sequences are known when the launch runs.
+            (Some(o), None) => {
+                o.check()?;
+                let rows = |t: &AttnOperand| t.data.shape().dims().first().copied().unwrap_or(0);
+                let (tokens_q, tokens_kv) = (rows(&x.q), rows(&x.k));
+                Sequences { tokens_q, tokens_kv, q: Vec::new(), kv: Vec::new() }
+            }
+        };
         self.desc.check_launch(&s)?;
         let rows = LocalRows { q: s.tokens_q, kv: s.tokens_kv };
         x.check(&self.desc, rows)?;
@@ -111,7 +170,15 @@ impl AttentionPlan {
             });
         }
         let (run, o) = (self.run(inputs, seqs, rows), out.clone());
-        stream.launch(Node::new("attention", move || run.forward(&o)))?;
+        let refused = self.refused.clone();
+        let forward = move || match run.now() {
+            Ok(run) => run.forward(&o),
+            Err(e) => {
+                o.poison();
+                refuse(&refused, e)
+            }
+        };
+        stream.launch(Node::new("attention", forward))?;
         Pending::new(out, stream, None)
     }
 
@@ -142,7 +209,15 @@ impl AttentionPlan {
             });
         }
         let (run, g) = (self.run(inputs, seqs, rows), grads.clone());
-        stream.launch(Node::new("attention", move || run.backward(&saved, &g)))?;
+        let refused = self.refused.clone();
+        let backward = move || match run.now() {
+            Ok(run) => run.backward(&saved, &g),
+            Err(e) => {
+                g.poison();
+                refuse(&refused, e)
+            }
+        };
+        stream.launch(Node::new("attention", backward))?;
         Pending::new(grads, stream, None)
     }
 

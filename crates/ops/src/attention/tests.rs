@@ -73,7 +73,52 @@ fn wrong_tensors_are_refused_and_nothing_runs_before_prepare() {
     assert!(refuse(AttnInputs { sink, ..x.clone() }).contains("`sink`"));
     let long = Some(Sequences::one(9, 8));
     assert!(refuse(AttnInputs { sequences: long, ..x.clone() }).contains("more rows"));
+    let cu = |v: &[i32]| Tensor::from_slice(v, Shape::d1(v.len())).unwrap();
+    let by = |o: AttnOffsets| AttnInputs { offsets: Some(o), ..x.clone() };
+    let both = by(AttnOffsets::packed(cu(&[0, 8]), cu(&[0, 8])));
+    let both = AttnInputs { sequences: Some(Sequences::one(8, 8)), ..both };
+    assert!(refuse(both).contains("not both"));
+    assert!(refuse(by(AttnOffsets::packed(cu(&[0]), cu(&[0])))).contains("no sequence"));
+    let uneven = AttnOffsets::packed(cu(&[0, 8]), cu(&[0, 4, 8]));
+    assert!(refuse(by(uneven)).contains("cu_seqlens_kv"));
+    let wide = Tensor::from_slice(&[0i64, 8], Shape::d1(2)).unwrap();
+    let wide = AttnOffsets::padded((cu(&[0, 8]), cu(&[0, 8])), (cu(&[0, 8]), wide));
+    assert!(refuse(by(wide)).contains("cu_seqlens_kv_padded"));
     plan.launch_fwd(&stream, &x, out()).unwrap().wait().unwrap();
+}
+
+/// The first problem is kept; a launch that can be used says nothing of it.
+#[test]
+fn offsets_that_cannot_be_used_are_reported() {
+    let desc = AttentionDesc::new(8, (1, 1), 4, DType::F32, AttnMask::CAUSAL);
+    let (plan, stream) = (AttentionPlan::new(desc, None).unwrap(), Stream::new("s").unwrap());
+    plan.prepare(&stream).unwrap();
+    let mut rng = Rng::new(9);
+    let mut t = || random(&mut rng, Shape::d3(8, 1, 4));
+    let x = AttnInputs::new(t(), t(), t());
+    let cu = |v: &[i32]| Tensor::from_slice(v, Shape::d1(v.len())).unwrap();
+    let launch = |q: &[i32], kv: &[i32]| {
+        let x = AttnInputs { offsets: Some(AttnOffsets::packed(cu(q), cu(kv))), ..x.clone() };
+        let lse = Tensor::poisoned(DType::F32, Shape::d2(1, 8));
+        let out = Tensor::poisoned(DType::F32, Shape::d2(8, 4));
+        let o = plan.launch_fwd(&stream, &x, AttnOut { out, lse }).unwrap().wait().unwrap();
+        (o.out.to_f32().unwrap(), plan.check().err().map(|e| e.to_string()).unwrap_or_default())
+    };
+    for (bad, why) in [
+        ([0, 9, 9], "more rows"),
+        ([0, -1, 8], "negative"),
+        ([1, 5, 8], "0"),
+        ([0, 5, 3], "decrease"),
+    ] {
+        let (out, said) = launch(&bad, &[0, 4, 8]);
+        assert!(out.iter().all(|v| v.is_nan()) && said.contains(why), "{bad:?}: {said}");
+        let (out, said) = launch(&[0, 3, 7], &[0, 4, 8]);
+        assert!(said.contains(why) && out[..28].iter().all(|v| v.is_finite()), "{said}");
+        assert_eq!(out[28..], [0.0; 4], "a row of no sequence");
+        plan.reset(&stream).unwrap();
+        stream.synchronize().unwrap();
+        assert!(plan.check().is_ok());
+    }
 }
 
 /// A training step's attention takes milliseconds on a CPU, and gives the same bits each time.

@@ -366,6 +366,7 @@ mod tests {
             "PLAIN_ATTENTION",
             "QUANT",
             "REDUCE",
+            "SEQUENCES",
             "SM80_ATTENTION",
             "SM80_GEMM",
             "SM80_GROUPED_GEMM",

@@ -17,7 +17,9 @@ use super::pieces::{Pieces, Sizes};
 use super::schedule::{Schedule, num_rows};
 use super::schedules::Schedules;
 use super::tune::{Tuner, Used};
-use crate::attention::{AttnGrads, AttnInputs, AttnOut, AttnSaved, LocalRows, Sequences};
+use crate::attention::{
+    AttnGrads, AttnInputs, AttnOut, AttnSaved, LocalRows, Sequences, unsupported,
+};
 use crate::common::CollectiveBackend;
 use crate::common::backend::{at_first, is_on_device, put_or_nccl, usual};
 use crate::common::lanes::Lane;
@@ -269,6 +271,9 @@ impl CpAttentionPlan {
 
     /// Returns the sequences of a launch and my rows.
     fn check(&self, x: &AttnInputs) -> Result<(Sequences, LocalRows)> {
+        if x.offsets.is_some() {
+            return Err(unsupported("cp_attention"));
+        }
         let s = x.sequences.clone().unwrap_or_else(|| self.desc.attn.sequences.clone());
         self.desc.check_launch(&s, self.core.team().size())?;
         let rows = self.schedules.rows(&s).unwrap_or_else(|| self.local_rows(&s));

@@ -6,6 +6,7 @@ mod fp8;
 mod hopper;
 mod hopper_grad;
 mod merge;
+mod offsets;
 mod queue;
 
 pub(crate) use forward::{Needs, units};

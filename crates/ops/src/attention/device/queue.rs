@@ -18,13 +18,14 @@ use super::forward::{
 use super::fp8::{Wide, kernel_desc};
 use super::hopper::{self, Hopper};
 use super::hopper_grad::{self, Gradients};
+use super::offsets::{ByOffsets, Place, Side, table_bytes};
 use crate::attention::desc::bound;
 use crate::attention::launch::Given;
 use crate::attention::table::{number_tiles, whole};
 use crate::attention::{
     AttentionDesc, AttnBackend, AttnGrads, AttnInputs, AttnOut, AttnSaved, LocalRows,
 };
-use crate::common::cuda::{addr, fit_32_bits, holding, load, no_kernel, workspace};
+use crate::common::cuda::{addr, fit_32_bits, hold, holding, load, no_kernel, workspace};
 
 /// `p` with another place for its result over some of the keys, which is f32.
 pub(crate) fn part(p: TwAttn, out: u64, lse: u64) -> TwAttn {
@@ -70,6 +71,7 @@ pub(crate) struct Prepared {
     forward: Forward,
     backward: Backward,
     tables: Tables,
+    by_offsets: ByOffsets,
     /// With FP8 inputs of one rank.
     wide: Option<Wide>,
 }
@@ -168,15 +170,6 @@ impl Backward {
     }
 }
 
-/// One table of a launch.
-struct Side {
-    at: u64,
-    num: u32,
-    tiles: u32,
-    /// Of all segments.
-    rows: usize,
-}
-
 /// The tables of a backward pass.
 pub(crate) struct Sides {
     queries: Side,
@@ -187,7 +180,8 @@ impl Prepared {
     /// For all rows of the description on one rank.
     pub fn new(ctx: &CudaContext, d: &AttentionDesc, backend: AttnBackend) -> Result<Self> {
         let queries = d.heads_q * d.sequences.tokens_q;
-        let needs = Needs { queries, pieces: (2, 1), dkv: d.out, out: d.out };
+        // Tables of offsets have up to four segments a sequence.
+        let needs = Needs { queries, pieces: (4, 1), dkv: d.out, out: d.out };
         if !d.dtype.is_fp8() {
             return Self::sized(ctx, d, &needs, backend);
         }
@@ -210,10 +204,8 @@ impl Prepared {
         Ok(Self {
             forward: Forward::new(ctx, d, needs, backend)?,
             backward: Backward::new(ctx, d, needs, backend)?,
-            tables: Tables {
-                memory: workspace(ctx, 3 * segs * size_of::<TwSeg>())?,
-                capacity: segs,
-            },
+            tables: Tables { memory: workspace(ctx, 3 * table_bytes(segs))?, capacity: segs },
+            by_offsets: ByOffsets::new(ctx)?,
             wide: None,
         })
     }
@@ -238,8 +230,7 @@ impl Prepared {
                 .seen(segs.len()));
         }
         let tiles = number_tiles(&mut segs, rows);
-        let at =
-            self.tables.memory.addr() + (which * self.tables.capacity * size_of::<TwSeg>()) as u64;
+        let at = self.place(which, rows).at;
         for (i, part) in segs.chunks(TABLE).enumerate() {
             let to = at + (i * TABLE * size_of::<TwSeg>()) as u64;
             let mut t =
@@ -254,9 +245,29 @@ impl Prepared {
         Ok(Side { at, num: segs.len() as u32, tiles, rows })
     }
 
+    /// Returns table `which`, for tiles of `tile` rows.
+    fn place(&self, which: usize, tile: u64) -> Place {
+        let Tables { memory, capacity } = &self.tables;
+        let at = memory.addr() + (which * table_bytes(*capacity)) as u64;
+        Place { at, capacity: *capacity, tile }
+    }
+
+    /// Returns `[2]` i32, not 0 if offsets of any launch, and of the last one, cannot be used.
+    pub fn status(&self) -> &Tensor {
+        &self.by_offsets.status
+    }
+
+    /// Queues the clearing of the status.
+    pub fn reset(&self, stream: &CudaStream) -> Result<()> {
+        hold(stream, self.by_offsets.status.clone());
+        // SAFETY: the status lies at this address, and is held until it is cleared.
+        unsafe { stream.fill(addr(&self.by_offsets.status)?, 0, 8) }
+    }
+
     /// Returns what queued kernels refer to.
     pub fn held(&self, tensors: Vec<Tensor>) -> impl Any + Clone + Send + Sync + use<> {
         let own = (self.tables.memory.clone(), self.backward.delta_memory.clone());
+        let own = (own, self.by_offsets.status.clone());
         (tensors, own, self.wide.as_ref().map(Wide::held))
     }
 
@@ -276,7 +287,11 @@ impl Prepared {
         let held = [inputs(x), vec![out.out.clone(), out.lse.clone()]].concat();
         holding(stream, self.held(held), || {
             let p = self.widened(stream, d, (x, rows), p)?;
-            self.forward(stream, d, &p, whole(seqs))
+            let Some(o) = &x.offsets else { return self.forward(stream, d, &p, whole(seqs)) };
+            let places = [self.place(0, self.forward.rows()), self.place(2, 1)];
+            let [own, other] = self.by_offsets.tables(stream, d, (o, rows), places)?;
+            self.attend(stream, d, &p, (&own, &other))?;
+            self.by_offsets.results(stream, [&out.out, &out.lse])
         })
     }
 
@@ -299,7 +314,6 @@ impl Prepared {
         p: &TwAttn,
         (mut q, kv): (Vec<TwSeg>, Vec<TwSeg>),
     ) -> Result<()> {
-        aligned(d, &[("q", p.q), ("k", p.k), ("v", p.v), ("out", p.out)])?;
         if let Attend::Hopper(h) = &self.forward.attend
             && Hopper::takes_few([&q, &kv])
         {
@@ -308,20 +322,33 @@ impl Prepared {
                 return Ok(());
             }
             let tokens_kv = kv.iter().map(|s| s.len as usize).sum();
+            aligned(d, &[("q", p.q), ("k", p.k), ("v", p.v), ("out", p.out)])?;
             let p = TwAttn { num_own: q.len() as u32, tiles, ..*p };
             // SAFETY: as below; the launch contains its segments.
             return unsafe { h.launch(stream, d, (&p, tokens_kv), Some([&q, &kv])) };
         }
         let other = self.write(stream, 2, kv, 1)?;
         let own = self.write(stream, 0, q, self.forward.rows())?;
+        self.attend(stream, d, p, (&own, &other))
+    }
+
+    /// Queues the forward pass of tables in device memory.
+    fn attend(
+        &self,
+        stream: &CudaStream,
+        d: &AttentionDesc,
+        p: &TwAttn,
+        (own, other): (&Side, &Side),
+    ) -> Result<()> {
+        aligned(d, &[("q", p.q), ("k", p.k), ("v", p.v), ("out", p.out)])?;
         match &self.forward.attend {
             Attend::Portable(f) => {
                 let f = self.forward.portable_for(f, (d, p.out_type));
-                launch(stream, f, p.heads_q, p, (&own, &other))
+                launch(stream, f, p.heads_q, p, (own, other))
             }
             Attend::Hopper(_) if own.tiles == 0 || p.heads_q == 0 => Ok(()),
             Attend::Hopper(h) => {
-                let p = with_tables(p, (&own, &other));
+                let p = with_tables(p, (own, other));
                 // SAFETY: what `p` points to was checked against the description (shapes, types,
                 // the same device), begins at multiples of 16 bytes (`aligned`), and is held by
                 // the stream (`held`); tables are made of the launch's own rows.
@@ -342,9 +369,19 @@ impl Prepared {
         holding(stream, self.held(inputs_bwd(x, saved, grads)), || {
             self.delta(stream, d, &p)?;
             let p = self.widened(stream, d, (x, rows), p)?;
-            let tables = self.tables(stream, whole(seqs))?;
+            let tables = match &x.offsets {
+                None => self.tables(stream, whole(seqs))?,
+                Some(o) => {
+                    let (of_q, of_kv) = self.backward.rows();
+                    let places = [self.place(1, of_q), self.place(2, of_kv)];
+                    let [queries, keys] = self.by_offsets.tables(stream, d, (o, rows), places)?;
+                    Sides { queries, keys }
+                }
+            };
             self.keys(stream, d, &p, &tables)?;
-            self.queries(stream, d, &p, &tables)
+            self.queries(stream, d, &p, &tables)?;
+            let outs = grads.named().into_iter().filter_map(|(_, t)| t);
+            x.offsets.as_ref().map_or(Ok(()), |_| self.by_offsets.results(stream, outs))
         })
     }
 

@@ -1,5 +1,7 @@
 //! One launch on the host: all queries against all keys.
 
+use std::borrow::Cow;
+
 use tilewire_core::Result;
 
 use super::core::{Core, Dims, Operands, State, store};
@@ -11,6 +13,7 @@ use crate::attention::{
 };
 
 /// A launch.
+#[derive(Clone)]
 pub(crate) struct Run {
     pub desc: AttentionDesc,
     pub config: AttnConfig,
@@ -20,6 +23,14 @@ pub(crate) struct Run {
 }
 
 impl Run {
+    /// With the sequences of the launch, where these come by offsets.
+    pub fn now(&self) -> Result<Cow<'_, Self>> {
+        let Some(o) = &self.x.offsets else { return Ok(Cow::Borrowed(self)) };
+        let seqs = o.read((self.rows.q, self.rows.kv))?;
+        self.desc.check_launch(&seqs)?;
+        Ok(Cow::Owned(Self { seqs, ..self.clone() }))
+    }
+
     fn core(&self, bias: Vec<f32>) -> Core {
         let d = &self.desc;
         let dims = Dims { hq: d.heads_q, hkv: d.heads_kv, dqk: d.dqk, dv: d.dv };

@@ -1,0 +1,114 @@
+//! Tables of offsets in device memory (`attention/sequences.cu`).
+
+use bytemuck::Zeroable;
+use tilewire_core::{DType, Error, Result, Shape};
+use tilewire_device::cuda::{CudaContext, CudaStream, Grid, Kernel, LaunchArgs};
+use tilewire_device::{Device, Tensor};
+use tilewire_kernels::abi::{TwOffsets, TwRefuse, TwSeg, TwSequences};
+use tilewire_kernels::attention::{REFUSED, SEQUENCES, SEQUENCES_THREADS};
+
+use crate::attention::{AttentionDesc, AttnOffsets, LocalRows};
+use crate::common::cuda::{addr, load};
+
+/// Blocks that fill results which were refused.
+const BLOCKS: u32 = 64;
+
+/// The kernels, and whether offsets were refused.
+pub(crate) struct ByOffsets {
+    sequences: Kernel,
+    refuse: Kernel,
+    /// `[2]` i32: not 0 if offsets of any launch, or of the last one, could not be used.
+    pub status: Tensor,
+}
+
+/// One table of a launch.
+pub(super) struct Side {
+    pub at: u64,
+    pub num: u32,
+    pub tiles: u32,
+    /// Of all segments.
+    pub rows: usize,
+}
+
+/// A table to write: where it is, how many segments fit, and the rows of a tile.
+#[derive(Clone, Copy)]
+pub(super) struct Place {
+    pub at: u64,
+    pub capacity: usize,
+    pub tile: u64,
+}
+
+impl ByOffsets {
+    pub fn new(ctx: &CudaContext) -> Result<Self> {
+        let m = load(ctx, &SEQUENCES, Vec::new())?;
+        let (sequences, refuse) = (m.kernel("tw_attn_sequences")?, m.kernel("tw_attn_refuse")?);
+        let status = Tensor::zeros(DType::I32, Shape::d1(2)).to(&Device::Cuda(ctx.clone()))?;
+        Ok(Self { sequences, refuse, status })
+    }
+
+    /// Queues the tables of queries and of keys. The offsets are held.
+    pub fn tables(
+        &self,
+        stream: &CudaStream,
+        d: &AttentionDesc,
+        (o, rows): (&AttnOffsets, LocalRows),
+        places: [Place; 2],
+    ) -> Result<[Side; 2]> {
+        let num = o.num();
+        // As few as the tiles need at most: each segment ends with a part of one.
+        let extra = if o.padded.is_some() { 2 * num } else { num + 1 };
+        let longest = d.bias.map_or([u32::MAX; 2], |b| [b.sq as u32, b.skv as u32]);
+        let mut sides = Vec::new();
+        let mut given = [TwOffsets::zeroed(); 2];
+        for (i, (place, tokens)) in places.into_iter().zip([rows.q, rows.kv]).enumerate() {
+            let segs = 2 * num + extra;
+            if segs > place.capacity {
+                return Err(Error::invalid("the offsets are of more sequences than the plan")
+                    .expected(format_args!("at most {}", place.capacity / 4))
+                    .seen(num));
+            }
+            given[i] = TwOffsets {
+                cu: addr(&o.cu[i])?,
+                at: addr(o.padded.as_ref().map_or(&o.cu[i], |p| &p[i]))?,
+                table: place.at,
+                tokens: tokens as u32,
+                tile: place.tile as u32,
+                extra: extra as u32,
+                longest: longest[i],
+            };
+            let tiles = if tokens == 0 { 0 } else { tokens as u64 / place.tile + extra as u64 };
+            sides.push(Side { at: place.at, num: segs as u32, tiles: tiles as u32, rows: tokens });
+        }
+        let [q, kv] = given;
+        let p = TwSequences { q, kv, status: addr(&self.status)?, num: num as u32, pad: 0 };
+        let args = LaunchArgs::new().arg(&p);
+        // SAFETY: the argument is the kernel's `TwSequences`. It reads `num + 1` offsets each
+        // (`AttnOffsets::check`), and writes `segs` segments of each table and the status, which
+        // are held until the kernel has run.
+        unsafe { self.sequences.launch(stream, Grid::new(1, SEQUENCES_THREADS), args)? };
+        let [q, kv] =
+            <[Side; 2]>::try_from(sides).map_err(|_| Error::internal("there are two sides"))?;
+        Ok([q, kv])
+    }
+
+    /// Queues what makes the results NaN if the offsets of [`ByOffsets::tables`] were refused.
+    pub fn results<'a>(
+        &self,
+        stream: &CudaStream,
+        outs: impl IntoIterator<Item = &'a Tensor>,
+    ) -> Result<()> {
+        let mut p = TwRefuse { status: addr(&self.status)?, ..TwRefuse::zeroed() };
+        for (i, t) in outs.into_iter().take(REFUSED).enumerate() {
+            (p.to[i], p.num[i]) = (addr(t)?, t.len_bytes() as u64 / 2);
+        }
+        let args = LaunchArgs::new().arg(&p);
+        // SAFETY: the argument is the kernel's `TwRefuse`: results of the launch, of types of 16
+        // bits and more, with their lengths; they are held until the kernel has run.
+        unsafe { self.refuse.launch(stream, Grid::new(BLOCKS, 256), args) }
+    }
+}
+
+/// Bytes of a table of `segs` segments.
+pub(super) fn table_bytes(segs: usize) -> usize {
+    segs * size_of::<TwSeg>()
+}
