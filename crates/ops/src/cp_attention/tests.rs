@@ -509,3 +509,25 @@ fn ranks_that_differ_are_a_mismatch() {
         assert!(e.is_mismatch(), "{e}");
     }
 }
+
+/// Schedules of several ranks are made on the host: offsets in tensors say so.
+#[test]
+fn offsets_in_tensors_are_refused() {
+    World::run_threads(1, WorldCfg::default(), |w| {
+        let team = w.everyone("offsets")?;
+        let heap = team.heap(BackendKind::Host, HeapCfg::new(1 << 18))?;
+        let stream = Stream::new("s")?;
+        let attn = AttentionDesc::new(8, (2, 2), 4, DType::F32, AttnMask::CAUSAL);
+        let plan = CpAttentionPlan::new(CpAttentionDesc::new(attn), &heap, None)?;
+        plan.prepare(&stream)?;
+        let t = |r, c| Tensor::zeros(DType::F32, Shape::d2(r, c));
+        let cu = Tensor::from_slice(&[0i32, 8], Shape::d1(2))?;
+        let offsets = Some(AttnOffsets::packed(cu.clone(), cu));
+        let x = AttnInputs { offsets, ..AttnInputs::new(t(8, 8), t(8, 8), t(8, 8)) };
+        let out = AttnOut { out: t(8, 8), lse: t(2, 8) };
+        let e = plan.launch_fwd(&stream, &x, out).map(drop).unwrap_err();
+        assert!(e.is_unsupported() && e.to_string().contains("sequences"), "{e}");
+        Ok(())
+    })
+    .unwrap();
+}
