@@ -87,7 +87,7 @@ pub(super) fn run(
     Ok(Some((o, grads)))
 }
 
-/// Offsets that cannot be used: an error, on the host of the launch, and results that are NaN.
+/// Offsets that cannot be used: the plan's check raises, and results are NaN.
 pub(super) fn refused(
     ctx: &mut Ctx,
     (plan, p): (&AttentionPlan, &Problem),
