@@ -69,6 +69,8 @@ pub struct Tally {
 
 /// Of a hundred cases so many may be void.
 const MOST_VOID: usize = 2;
+/// So often the harm of a case may come too late.
+const TRIES: usize = 3;
 
 /// Runs cases until the time is over; prints each that was not judged right, and a summary.
 pub fn run(root: &Path, args: &DrillArgs) -> Tally {
@@ -107,14 +109,29 @@ pub fn run(root: &Path, args: &DrillArgs) -> Tally {
             continue;
         }
         let began = Instant::now();
-        let seen = act::run((&program, driver.as_ref()), &case);
-        tally.count(&case, &seen, &verdict(&case.harm, &seen), began.elapsed());
+        let run = || act::run((&program, driver.as_ref()), &case);
+        let (seen, said) = tried(run, |seen| verdict(&case.harm, seen));
+        tally.count(&case, &seen, &said, began.elapsed());
         if args.every.is_some() {
             break;
         }
     }
     tally.print();
     tally
+}
+
+/// Runs a case and judges it, up to [`TRIES`] times: a harm that came too late, which is void, is
+/// done again.
+fn tried(run: impl Fn() -> Value, judge: impl Fn(&Value) -> String) -> (Value, String) {
+    let mut tries = 0;
+    loop {
+        let seen = run();
+        let said = judge(&seen);
+        tries += 1;
+        if said != "void" || tries == TRIES {
+            return (seen, said);
+        }
+    }
 }
 
 fn new_seed() -> u64 {
@@ -211,6 +228,24 @@ impl Tally {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_void_case_is_tried_again_and_a_wrong_one_is_not() {
+        use std::cell::Cell;
+        let of = |verdicts: &'static [&'static str]| {
+            let at = Cell::new(0);
+            let run = || Value::from(at.replace(at.get() + 1));
+            let judge = |seen: &Value| {
+                let i = seen.as_u64().and_then(|i| usize::try_from(i).ok());
+                i.and_then(|i| verdicts.get(i)).copied().unwrap_or("none").to_owned()
+            };
+            (tried(run, judge).1, at.get())
+        };
+        assert_eq!(of(&["right"]), ("right".to_owned(), 1));
+        assert_eq!(of(&["void", "void", "right"]), ("right".to_owned(), 3));
+        assert_eq!(of(&["void", "wrong: x", "right"]), ("wrong: x".to_owned(), 2));
+        assert_eq!(of(&["void", "void", "void", "right"]), ("void".to_owned(), 3));
+    }
 
     #[test]
     fn wrong_verdicts_many_void_cases_and_nothing_shown_are_problems() {
