@@ -30,6 +30,12 @@ pub fn rounded(rows: usize) -> usize {
     rows.max(1).checked_next_power_of_two().unwrap_or(rows)
 }
 
+/// Sequences that a plan of an attention is made for, so that calls with up to as many use it. Any
+/// plan takes 512, whatever its description says.
+pub fn planned_for(sequences: usize) -> usize {
+    if sequences <= 512 { 1 } else { rounded(sequences) }
+}
+
 /// An attention, whatever its rows: these come with each launch. Numbers by their bits.
 #[derive(Clone, PartialEq, Eq, Hash, Debug)]
 pub struct AttnKey {
@@ -42,6 +48,8 @@ pub struct AttnKey {
     pub bias: Option<BiasShape>,
     pub sink: bool,
     pub tokens: [usize; 2],
+    /// Sequences that the plan is made for.
+    pub num: usize,
     /// Of a plan that serves these sequences only: their lengths.
     pub lengths: Vec<[usize; 2]>,
 }
@@ -59,6 +67,7 @@ impl AttnKey {
             bias: d.bias,
             sink: d.sink,
             tokens: [d.sequences.tokens_q, d.sequences.tokens_kv],
+            num: d.sequences.q.len(),
             lengths: match d.bias {
                 Some(_) => d
                     .sequences

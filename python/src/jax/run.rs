@@ -5,7 +5,9 @@ use std::sync::Arc;
 use tilewire::core::ScaleLayout;
 use tilewire::device::Device;
 use tilewire::ops::ag_gemm::AgGemmInputs;
-use tilewire::ops::attention::{AttnGrads, AttnInputs, AttnOut, AttnSaved};
+use tilewire::ops::attention::{
+    AttentionPlan, AttnGrads, AttnInputs, AttnOffsets, AttnOut, AttnSaved,
+};
 use tilewire::ops::ep::{EpDispatch, EpHandle, EpPlan};
 use tilewire::ops::gemm::Operand;
 use tilewire::ops::gemm_rs::GemmRsInputs;
@@ -79,12 +81,17 @@ impl Slot {
             Body::Grouped(plan) => call.grouped(plan),
             Body::Attention(plan, sequences) => {
                 let (mut x, out) = call.attention()?;
-                x.sequences = Some(sequences.clone());
+                x.sequences = sequences.clone();
+                if sequences.is_none() {
+                    let (q, kv) = (call.arg("cu_q")?, call.arg("cu_kv")?);
+                    x.offsets = Some(AttnOffsets::packed(q, kv));
+                }
+                let fits = call.offsets_fit(plan);
                 if site.spec.op == Op::Attention {
-                    return call.finish(plan.launch_fwd(stream, &x, out)?);
+                    return call.then(plan.launch_fwd(stream, &x, out)?, fits);
                 }
                 let (saved, grads) = call.gradients(out)?;
-                call.finish(plan.launch_bwd(stream, &x, saved, grads)?)
+                call.then(plan.launch_bwd(stream, &x, saved, grads)?, fits)
             }
             Body::CpAttention(plan, sequences) => {
                 let (mut x, out) = call.attention()?;
@@ -237,6 +244,22 @@ impl Launch<'_> {
         let missing = || Error::internal("the attention has no result");
         let (out, lse) = (given("out").ok_or_else(missing)?, given("lse").ok_or_else(missing)?);
         Ok((x, AttnOut { out, lse }))
+    }
+
+    /// Returns a check of the offsets of a launch on the CPU, for when it has run; on a GPU nobody
+    /// waits for that.
+    fn offsets_fit(
+        &self,
+        plan: &Arc<AttentionPlan>,
+    ) -> impl FnOnce() -> Result<()> + Send + 'static {
+        let (host, of, on) = (self.is_host(), plan.clone(), self.stream.clone());
+        move || match host {
+            false => Ok(()),
+            true => of.check().inspect_err(|_| {
+                // The next call of this plan is another one.
+                of.reset(&on).and_then(|()| on.synchronize()).ok();
+            }),
+        }
     }
 
     fn gradients(&self, o: AttnOut) -> Result<(AttnSaved, AttnGrads)> {

@@ -40,7 +40,8 @@ pub enum Body {
     GemmRs(GemmRsPlan, usize),
     GemmAr(GemmArPlan, usize),
     Grouped(Arc<GroupedGemmPlan>),
-    Attention(AttentionPlan, Sequences),
+    /// Without sequences, by offsets among the arguments.
+    Attention(Arc<AttentionPlan>, Option<Sequences>),
     CpAttention(CpAttentionPlan, Sequences),
     Ep(Arc<EpPlan>, EpHandle),
     Permute(PermutePlan, PermuteMap),
@@ -236,7 +237,7 @@ impl Site {
             Desc::Attention(desc, sequences) => {
                 let plan = AttentionPlan::new(desc, None)?;
                 plan.prepare(&stream)?;
-                Body::Attention(plan, sequences)
+                Body::Attention(Arc::new(plan), sequences)
             }
             Desc::Permute(desc) => {
                 let plan = PermutePlan::new(desc)?;

@@ -141,7 +141,8 @@ pub enum Desc {
     GemmRs(GemmRsDesc, usize, Option<OverlapConfig>),
     GemmAr(GemmArDesc, usize, Option<OverlapConfig>),
     Grouped(GroupedDesc),
-    Attention(AttentionDesc, Sequences),
+    /// Without sequences, offsets are among its arguments.
+    Attention(AttentionDesc, Option<Sequences>),
     CpAttention(CpAttentionDesc, Sequences, Option<Strategy>),
     Ep(EpDesc, Option<usize>),
     Permute(PermuteDesc),
@@ -225,11 +226,16 @@ impl Spec {
             Op::GemmRs | Op::GemmAr => self.sum(size),
             Op::GroupedFprop | Op::GroupedDgrad | Op::GroupedWgrad => self.grouped(),
             Op::Attention | Op::AttentionBwd => {
+                if let Some(num) = self.num_sequences()? {
+                    let desc = self.attention()?.by_offsets(self.forms()?, num)?;
+                    desc.check()?;
+                    return Ok(Desc::Attention(desc, None));
+                }
                 let (desc, sequences) = self.attention()?.describe(self.forms()?, 1)?;
                 desc.check()?;
                 desc.check_launch(&sequences)?;
                 self.check_tokens(&sequences, 1)?;
-                Ok(Desc::Attention(desc, sequences))
+                Ok(Desc::Attention(desc, Some(sequences)))
             }
             Op::CpAttention | Op::CpAttentionBwd => {
                 let spec = self.attention()?;
@@ -443,6 +449,22 @@ impl Spec {
         self.attention
             .as_ref()
             .ok_or_else(|| Error::internal("the call lacks the numbers of the attention"))
+    }
+
+    /// Sequences of which the offsets are arguments, if they are.
+    fn num_sequences(&self) -> Result<Option<usize>> {
+        if self.arg("cu_q").is_none() {
+            return Ok(None);
+        }
+        let (q, kv) = (self.form("cu_q")?, self.form("cu_kv")?);
+        match (q.shape.dims(), q.dtype) {
+            ([n], DType::I32) if *n > 1 && (q.shape, q.dtype) == (kv.shape, kv.dtype) => {
+                Ok(Some(*n - 1))
+            }
+            _ => Err(Error::invalid("`cu_seqlens_q` and `cu_seqlens_kv` have other forms")
+                .expected("i32 [sequences + 1] both, of one sequence at least")
+                .seen(format_args!("{} {} and {} {}", q.dtype, q.shape, kv.dtype, kv.shape))),
+        }
     }
 
     fn forms(&self) -> Result<Forms> {

@@ -3,9 +3,10 @@
 use std::sync::Arc;
 
 use pyo3::prelude::*;
+use tilewire::device::Device;
 use tilewire::ops::attention::{
-    AttentionDesc, AttentionPlan, AttnGrads, AttnInputs, AttnMask, AttnOut, AttnSaved, BiasShape,
-    Dropout, Sequences,
+    AttentionDesc, AttentionPlan, AttnGrads, AttnInputs, AttnMask, AttnOffsets, AttnOut, AttnSaved,
+    BiasShape, Dropout, Sequences,
 };
 use tilewire::ops::collective::ReduceOp;
 use tilewire::ops::cp_attention::{CpAttentionDesc, CpAttentionPlan, CpConfig, Layout, Strategy};
@@ -13,8 +14,9 @@ use tilewire::plans::Recipe;
 use tilewire::prelude::*;
 
 use crate::call::{Call, Place};
+use crate::errors::OrRaise;
 use crate::explain;
-use crate::keys::{AttnKey, CpKey, Key};
+use crate::keys::{AttnKey, CpKey, Key, planned_for};
 use crate::local::{self, LocalKey};
 use crate::world::Member;
 
@@ -25,7 +27,7 @@ use super::grouped::tokens;
 type Object<'py> = Bound<'py, PyAny>;
 
 /// The arguments of an attention beside its tensors. `cu` are global row offsets of the sequences:
-/// queries, keys.
+/// queries, keys. They are empty where tensors have them.
 #[derive(FromPyObject, serde::Deserialize, Clone, Debug)]
 pub struct Spec {
     #[pyo3(item)]
@@ -70,6 +72,13 @@ pub struct Forms {
     pub sink: bool,
 }
 
+impl Forms {
+    /// Rows of queries and of keys.
+    fn rows(&self) -> [usize; 2] {
+        [self.q, self.k].map(|t| t.shape.dims().first().copied().unwrap_or(0))
+    }
+}
+
 impl From<&AttnInputs> for Forms {
     fn from(x: &AttnInputs) -> Self {
         let bias = x.bias.as_ref().map(Form::from);
@@ -85,10 +94,39 @@ impl Spec {
 
     /// A description for as many rows as one plan serves, and the sequences of this launch.
     pub fn describe(&self, x: Forms, multiple: usize) -> Result<(AttentionDesc, Sequences)> {
+        let s = self.sequences()?;
+        Ok((self.describe_for(x, &s, multiple)?, s))
+    }
+
+    fn describe_for(&self, x: Forms, s: &Sequences, multiple: usize) -> Result<AttentionDesc> {
+        let mut d = self.form(x)?;
+        // A bias is of the longest sequence, so it says how long sequences may be.
+        d.sequences = match d.bias {
+            Some(_) => s.clone(),
+            None => most([s.tokens_q, s.tokens_kv], s.q.len(), multiple),
+        };
+        Ok(d)
+    }
+
+    /// A description for launches by offsets of `num` sequences.
+    pub fn by_offsets(&self, x: Forms, num: usize) -> Result<AttentionDesc> {
+        let (mut d, [q, k]) = (self.form(x)?, x.rows());
+        d.sequences = match d.bias {
+            // How long they are is not known, but that none is longer than the bias.
+            Some(_) => {
+                let none = vec![0..0; num];
+                Sequences { tokens_q: q, tokens_kv: k, q: none.clone(), kv: none }
+            }
+            None => most([q, k], num, 1),
+        };
+        Ok(d)
+    }
+
+    /// A description of all but the rows.
+    fn form(&self, x: Forms) -> Result<AttentionDesc> {
         let (hq, dqk) = heads("q", x.q)?;
         let (hkv, _) = heads("k", x.k)?;
         let (_, dv) = heads("v", x.v)?;
-        let s = self.sequences()?;
         let mask = AttnMask { left: self.left, right: self.right };
         let mut d = AttentionDesc::new(1, (hq, hkv), dqk, x.q.dtype, mask);
         d.dv = dv;
@@ -107,15 +145,7 @@ impl Spec {
             },
         };
         d.sink = x.sink;
-        // A bias is of the longest sequence, so it says how long sequences may be.
-        d.sequences = match d.bias {
-            Some(_) => s.clone(),
-            None => {
-                let most = [s.tokens_q, s.tokens_kv].map(|rows| tokens(rows, multiple));
-                Sequences::one(most[0], most[1])
-            }
-        };
-        Ok((d, s))
+        Ok(d)
     }
 
     pub fn cp(&self, x: Forms, size: usize) -> Result<(CpAttentionDesc, Sequences)> {
@@ -127,7 +157,16 @@ impl Spec {
     }
 }
 
-/// The tensors of a call, by their names.
+/// Sequences that stand for all of at most as many rows, and as many of them.
+fn most(rows: [usize; 2], num: usize, multiple: usize) -> Sequences {
+    let [q, kv] = rows.map(|rows| tokens(rows, multiple));
+    let mut s = Sequences::one(q, kv);
+    s.q.resize(planned_for(num), q..q);
+    s.kv.resize(planned_for(num), kv..kv);
+    s
+}
+
+/// The tensors of a call, by their names. `cu` are offsets in place of those of the [`Spec`].
 #[derive(FromPyObject)]
 pub struct Tensors<'py> {
     #[pyo3(item)]
@@ -144,6 +183,10 @@ pub struct Tensors<'py> {
     out: Object<'py>,
     #[pyo3(item)]
     lse: Object<'py>,
+    #[pyo3(item)]
+    cu_q: Option<Object<'py>>,
+    #[pyo3(item)]
+    cu_kv: Option<Object<'py>>,
 }
 
 /// The gradients of a call, by their names.
@@ -180,6 +223,58 @@ fn gradients(place: &Place, o: AttnOut, g: &Gradients<'_>) -> PyResult<(AttnSave
     Ok((saved, grads))
 }
 
+/// The place of the offsets of a call.
+enum Offsets {
+    /// The spec: they are of all rows.
+    Spec,
+    /// Tensors of the CPU, whose calls wait: they are read, and the spec has them.
+    Read,
+    Device(Box<AttnOffsets>),
+}
+
+fn offsets(place: &Place, t: &Tensors<'_>, spec: &mut Spec) -> PyResult<Offsets> {
+    let (Some(q), Some(kv)) = (&t.cu_q, &t.cu_kv) else { return Ok(Offsets::Spec) };
+    let (q, kv) = (place.tensor("cu_seqlens_q", q)?, place.tensor("cu_seqlens_kv", kv)?);
+    if !matches!(place.device, Device::Host) {
+        return Ok(Offsets::Device(Box::new(AttnOffsets::packed(q, kv))));
+    }
+    let read = |what: &str, t: &Tensor| -> Result<Vec<usize>> {
+        let rows = |n: i32| {
+            usize::try_from(n)
+                .map_err(|_| Error::invalid(format!("`{what}` has an offset below 0")).seen(n))
+        };
+        t.to_vec::<i32>()?.into_iter().map(rows).collect()
+    };
+    let both = || Ok((read("cu_seqlens_q", &q)?, read("cu_seqlens_kv", &kv)?));
+    let both: Result<_> = both();
+    (spec.cu_q, spec.cu_kv) = both.map_err(|e| e.op(place.op)).or_raise(t.q.py())?;
+    Ok(Offsets::Read)
+}
+
+/// The plan of a call, and its sequences or offsets among its inputs.
+fn local_plan_of(
+    place: &Place,
+    (spec, offsets): (&Spec, Offsets),
+    x: &mut AttnInputs,
+    stream: &Stream,
+) -> Result<Arc<AttentionPlan>> {
+    let forms = Forms::from(&*x);
+    if let Offsets::Device(o) = offsets {
+        let desc = spec.by_offsets(forms, o.num())?;
+        x.offsets = Some(*o);
+        return local_plan(place, desc, stream);
+    }
+    let mut s = spec.sequences()?;
+    if matches!(offsets, Offsets::Read) {
+        // As on a device: rows behind the last sequence are of none.
+        let [q, kv] = forms.rows();
+        (s.tokens_q, s.tokens_kv) = (s.tokens_q.max(q), s.tokens_kv.max(kv));
+    }
+    let desc = spec.describe_for(forms, &s, 1)?;
+    x.sequences = Some(s);
+    local_plan(place, desc, stream)
+}
+
 fn local_plan(place: &Place, desc: AttentionDesc, stream: &Stream) -> Result<Arc<AttentionPlan>> {
     local::plan(LocalKey::Attention(AttnKey::of(&desc)), &place.device, stream, || {
         let plan = AttentionPlan::new(desc, None)?;
@@ -190,13 +285,12 @@ fn local_plan(place: &Place, desc: AttentionDesc, stream: &Stream) -> Result<Arc
 
 /// Attention of tensors that are here, without a world.
 #[pyfunction]
-pub fn attention_fwd(py: Python<'_>, spec: Spec, tensors: Tensors<'_>) -> PyResult<()> {
+pub fn attention_fwd(py: Python<'_>, mut spec: Spec, tensors: Tensors<'_>) -> PyResult<()> {
     let place = Place::of("attention", &tensors.q, "q")?;
     let (mut x, out) = inputs(&place, &tensors)?;
+    let offsets = offsets(&place, &tensors, &mut spec)?;
     place.run(py, |stream| {
-        let (desc, sequences) = spec.describe(Forms::from(&x), 1)?;
-        x.sequences = Some(sequences);
-        local_plan(&place, desc, stream)?.launch_fwd(stream, &x, out)
+        local_plan_of(&place, (&spec, offsets), &mut x, stream)?.launch_fwd(stream, &x, out)
     })
 }
 
@@ -204,17 +298,17 @@ pub fn attention_fwd(py: Python<'_>, spec: Spec, tensors: Tensors<'_>) -> PyResu
 #[pyfunction]
 pub fn attention_bwd(
     py: Python<'_>,
-    spec: Spec,
+    mut spec: Spec,
     tensors: Tensors<'_>,
     grads: Gradients<'_>,
 ) -> PyResult<()> {
     let place = Place::of("attention_bwd", &tensors.q, "q")?;
     let (mut x, out) = inputs(&place, &tensors)?;
     let (saved, grads) = gradients(&place, out, &grads)?;
+    let offsets = offsets(&place, &tensors, &mut spec)?;
     place.run(py, |stream| {
-        let (desc, sequences) = spec.describe(Forms::from(&x), 1)?;
-        x.sequences = Some(sequences);
-        local_plan(&place, desc, stream)?.launch_bwd(stream, &x, saved, grads)
+        let plan = local_plan_of(&place, (&spec, offsets), &mut x, stream)?;
+        plan.launch_bwd(stream, &x, saved, grads)
     })
 }
 
@@ -316,6 +410,5 @@ pub fn cp_rows(
         Ok(layout.rows_q(&s, &AttnMask { left, right }, Rank::new(rank), size))
     };
     let spans: Result<Vec<std::ops::Range<usize>>> = spans();
-    use crate::errors::OrRaise;
     Ok(spans.or_raise(py)?.into_iter().map(|r| (r.start, r.end)).collect())
 }

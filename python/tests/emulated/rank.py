@@ -15,7 +15,8 @@ import numpy as np
 from tilewire import _native
 from tilewire._errors import NotPrepared
 
-CUDA, FLOAT, RELAXED = 2, 2, 2
+CUDA, RELAXED = 2, 2
+CODES = {np.float32: 2, np.int32: 0}
 cuda = ctypes.CDLL("libcuda.so.1")
 
 
@@ -61,9 +62,10 @@ class ExchangeApi(ctypes.Structure):
 
 
 class Raw:
-    """A matrix of f32 in memory of ``cuMemAlloc``."""
+    """An array of f32 or i32 in memory of ``cuMemAlloc``."""
 
-    def __init__(self, shape, device):
+    def __init__(self, shape, device, dtype=np.float32):
+        self.dtype = dtype
         self.shape, self.device = (c_int64 * len(shape))(*shape), device
         self.dims, self.len = tuple(shape), 4 * int(np.prod(shape))
         address = c_uint64()
@@ -71,14 +73,14 @@ class Raw:
         self.address = address.value
 
     def write(self, values):
-        values = np.ascontiguousarray(values, dtype=np.float32)
+        values = np.ascontiguousarray(values, dtype=self.dtype)
         if values.shape != self.dims:
             raise ValueError(f"{values.shape} for {self.dims}")
         checked("cuMemcpyHtoD_v2", c_uint64(self.address), values.ctypes, c_size_t(self.len))
         return self
 
     def read(self):
-        values = np.empty(self.dims, dtype=np.float32)
+        values = np.empty(self.dims, dtype=self.dtype)
         checked("cuMemcpyDtoH_v2", values.ctypes, c_uint64(self.address), c_size_t(self.len))
         return values
 
@@ -87,7 +89,7 @@ class Raw:
 def view(tensor, out):
     t = out.contents
     t.data, t.device_type, t.device_id = tensor.address, CUDA, tensor.device
-    t.ndim, t.code, t.bits, t.lanes = len(tensor.dims), FLOAT, 32, 1
+    t.ndim, t.code, t.bits, t.lanes = len(tensor.dims), CODES[tensor.dtype], 32, 1
     # No strides: rows one behind the other.
     t.shape, t.strides, t.byte_offset = tensor.shape, None, 0
     return 0
@@ -161,6 +163,60 @@ class Job:
         return [t.read() for t in (self.whole, self.products, self.sums)]
 
 
+class Attention:
+    """A local attention of packed rows, by lists or by offsets in memory of the device."""
+
+    def __init__(self, numbers, rank):
+        self.q, self.k, self.v = (Raw(a.shape, rank).write(a) for a in numbers["qkv"])
+        rows, heads, _ = self.q.dims
+        self.out, self.lse = Raw(self.q.dims, rank), Raw((heads, rows), rank)
+        self.cu = Raw(numbers["documents"].shape[1:], rank, np.int32)
+        self.cu.write(np.zeros(self.cu.dims))
+
+    def call(self, cu=None):
+        spec = dict(left=None, right=0, scale=None, softcap=None, dropout_p=0.0, seed=0)
+        spec.update(layout="contiguous", strategy=None, a2a_size=1)
+        lists = [] if cu is None else [int(n) for n in cu]
+        spec.update(cu_q=lists, cu_kv=lists)
+        tensors = dict(q=self.q, k=self.k, v=self.v, bias=None, sink=None)
+        at = self.cu if cu is None else None
+        tensors.update(out=self.out, lse=self.lse, cu_q=at, cu_kv=at)
+        _native.attention_fwd(spec, tensors)
+
+    def poison(self):
+        for t in (self.out, self.lse):
+            t.write(np.full(t.dims, np.nan))
+
+    def results(self):
+        return [t.read() for t in (self.out, self.lse)]
+
+
+def follow(attention, documents, stream):
+    """What eager calls by lists give where these are of all rows, and replays of one graph whose
+    offsets change."""
+    found = []
+    for cu in documents:
+        attention.poison()
+        if cu[-1] != attention.q.dims[0]:
+            found.append(attention.results())
+            continue
+        elsewhere(lambda cu=cu: attention.call(cu), stream.value)
+        checked("cuStreamSynchronize", stream)
+        found.append(attention.results())
+    graph, exec_ = c_void_p(), c_void_p()
+    checked("cuStreamBeginCapture_v2", stream, RELAXED)
+    elsewhere(attention.call, stream.value)
+    checked("cuStreamEndCapture", stream, byref(graph))
+    checked("cuGraphInstantiateWithFlags", byref(exec_), graph, c_uint64(0))
+    for cu in documents:
+        attention.poison()
+        attention.cu.write(cu)
+        checked("cuGraphLaunch", exec_, stream)
+        checked("cuStreamSynchronize", stream)
+        found.append(attention.results())
+    return {f"attention_{n}": np.stack([f[i] for f in found]) for i, n in enumerate(("out", "lse"))}
+
+
 def main():
     folder, rank = sys.argv[1], int(os.environ["RANK"])
     numbers = np.load(os.path.join(folder, "operands.npz"))
@@ -203,6 +259,7 @@ def main():
         checked("cuGraphLaunch", exec_, stream)
         checked("cuStreamSynchronize", stream)
         replayed.append(job.results())
+    followed = follow(Attention(numbers, rank), numbers["documents"], stream)
     world.check()
     memory = world.memory()
     # Who leaves first ends what others wait for; nobody leaves before all have looked.
@@ -212,7 +269,7 @@ def main():
     names = ("whole", "products", "sums")
     out = {f"eager_{n}": np.stack([e[i] for e in eager]) for i, n in enumerate(names)}
     out.update({f"replayed_{n}": np.stack([r[i] for r in replayed]) for i, n in enumerate(names)})
-    np.savez(os.path.join(folder, f"rank{rank}.npz"), plans=memory["plans"], **out)
+    np.savez(os.path.join(folder, f"rank{rank}.npz"), plans=memory["plans"], **out, **followed)
 
 
 if __name__ == "__main__":

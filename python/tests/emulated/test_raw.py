@@ -35,7 +35,9 @@ def operands():
     """Random integers: every sum is exact, so that results are compared bit for bit."""
     rng = np.random.default_rng(20)
     draw = lambda *shape: rng.integers(-4, 5, shape).astype(np.float32)  # noqa: E731
-    return {"x": draw(STEPS, SIZE, ROWS, K), "w": draw(SIZE, N, K)}
+    documents = np.array([[0, 4, 4, 13], [0, 13, 13, 13], [0, 1, 6, 9], [0, 4, 5, 14]], np.int32)
+    qkv = rng.standard_normal((3, 13, 2, 8)).astype(np.float32)
+    return dict(x=draw(STEPS, SIZE, ROWS, K), w=draw(SIZE, N, K), documents=documents, qkv=qkv)
 
 
 @pytest.fixture(scope="module")
@@ -82,6 +84,35 @@ def test_a_replay_has_the_bits_of_the_eager_call(results):
     for found in results:
         for name in ("whole", "products", "sums"):
             assert found[f"replayed_{name}"].tobytes() == found[f"eager_{name}"].tobytes(), name
+
+
+def attended(qkv, cu):
+    """Causal attention of the documents in f64; zero behind the last one."""
+    q, k, v = qkv.astype(np.float64)
+    out = np.zeros_like(q)
+    for a, b in zip(cu, cu[1:]):
+        s = np.einsum("qhd,khd->hqk", q[a:b], k[a:b]) * q.shape[2] ** -0.5
+        p = np.exp(np.where(np.tri(b - a, dtype=bool), s, -np.inf))
+        out[a:b] = np.einsum("hqk,khd->qhd", p / p.sum(-1, keepdims=True), v[a:b])
+    return out
+
+
+def test_a_graph_of_attention_follows_its_offsets(operands, results):
+    documents, rows = operands["documents"], operands["qkv"].shape[1]
+    for found in results:
+        eager, replayed = np.split(found["attention_out"], 2)
+        lse, replayed_lse = np.split(found["attention_lse"], 2)
+        for i, cu in enumerate(documents):
+            if cu[-1] > rows:
+                assert np.isnan(replayed[i]).all() and np.isnan(replayed_lse[i]).all()
+                continue
+            ref = attended(operands["qkv"], cu)
+            np.testing.assert_allclose(replayed[i], ref, rtol=1e-5, atol=1e-5)
+            if cu[-1] == rows:
+                assert replayed[i].tobytes() == eager[i].tobytes()
+                assert replayed_lse[i].tobytes() == lse[i].tobytes()
+            else:
+                assert not replayed[i][cu[-1] :].any()
 
 
 def test_a_capture_made_no_plan(results):

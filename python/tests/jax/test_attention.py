@@ -7,6 +7,7 @@ import pytest
 from dense import TOL, close, dense_vjp, put, randn, run, run_vjp, size_of
 from jax.sharding import PartitionSpec as P
 
+import tilewire
 import tilewire.jax as tw
 
 HQ, HKV, D = 4, 2, 16
@@ -82,6 +83,55 @@ def test_local_with_everything(rng):
     np.testing.assert_allclose(np.asarray(y), ref, rtol=1e-4, atol=1e-4)
     for got, want in zip(all_got, grads):
         np.testing.assert_allclose(np.asarray(got), want, rtol=1e-3, atol=1e-3)
+
+
+def test_one_program_serves_documents_that_change(rng):
+    """Offsets as an array of the program, empty sequences among them, with gradients."""
+    *x, dy = qkv(rng, 20)
+    bias, sink = randn(rng, HQ, 20, 20), randn(rng, HQ)
+    kw = dict(window=(4, -1), scale=0.3, softcap=5.0)
+    traces = []
+
+    @jax.jit
+    def both(cu, dy, *args):
+        traces.append(cu)
+
+        def f(q, k, v, b, s):
+            return tw.attention(q, k, v, cu_seqlens_q=cu, bias=b, sink=s, **kw)
+
+        y, back = jax.vjp(f, *args)
+        return y, back(dy)
+
+    args = [jnp.asarray(t, jnp.float32) for t in (dy, *x, bias, sink)]
+    for cu in ([0, 5, 12, 20], [0, 0, 20, 20], [0, 1, 2, 20]):
+        ref, grads = dense_vjp(dense(cu, **kw), (*x, bias, sink), dy)
+        y, all_got = both(jnp.asarray(cu, jnp.int32), *args)
+        np.testing.assert_allclose(np.asarray(y), ref, rtol=1e-4, atol=1e-4)
+        for got, want in zip(all_got, grads):
+            np.testing.assert_allclose(np.asarray(got), want, rtol=1e-3, atol=1e-3)
+    assert len(traces) == 1
+
+
+def test_offsets_in_arrays_and_rows_behind_the_last_sequence(rng):
+    q, k, v, _ = (jnp.asarray(t, jnp.float32) for t in qkv(rng, 12))
+    at = jnp.asarray([0, 3, 7])
+    ref, _ = dense_vjp(dense([0, 3, 7]), [t[:7] for t in (q, k, v)], np.zeros((7, HQ, D)))
+    out = np.asarray(tw.attention(q, k, v, cu_seqlens_q=at))
+    np.testing.assert_allclose(out[:7], ref, rtol=1e-4, atol=1e-4)
+    assert not out[7:].any()
+    for bad in ([0, 99], [0, 5, 3], [1, 12]):
+        if jax.default_backend() == "cpu":
+            with pytest.raises(Exception, match="sequences|offset"):
+                jax.block_until_ready(tw.attention(q, k, v, cu_seqlens_q=jnp.asarray(bad)))
+        else:
+            assert np.isnan(np.asarray(tw.attention(q, k, v, cu_seqlens_q=jnp.asarray(bad)))).all()
+    whole = tw.attention(q, k, v, cu_seqlens_q=jnp.asarray([0, 12]))
+    assert np.array_equal(whole, tw.attention(q, k, v)), "the next call is another one"
+    for bad, why in (([0.0, 12.0], "integers"), ([[0, 12]], "integers"), ([12], "at least")):
+        with pytest.raises(tilewire.InvalidArgument, match=why):
+            tw.attention(q, k, v, cu_seqlens_q=jnp.asarray(bad))
+    with pytest.raises(tilewire.InvalidArgument, match="not for"):
+        jax.jit(lambda cu: tw.attention(q[None], k[None], v[None], cu_seqlens_q=cu)).lower(at)
 
 
 def shards(world, mesh, cu=None, layout="zigzag_per_sequence", dim=0):

@@ -88,6 +88,72 @@ def test_attention(device, gen, name, dtype):
         torch.testing.assert_close(a.grad.cpu().double(), b.grad, **TOL[dtype])
 
 
+@pytest.mark.parametrize("name", list(CASES))
+def test_offsets_in_tensors_have_the_bits_of_lists(device, gen, name):
+    """Of documents that change, some of them empty, with gradients."""
+    tokens = 24
+    qkv, kw = case(gen, name, tokens)
+    d_out = randn(gen, tokens, 4, 16).float().to(device)
+    names = [n for n in ("sink", "bias") if n in kw]
+    for cu in ([0, 7, 7, 24], [0, 0, 20, 24], [0, 24, 24, 24]):
+        found = []
+        for given in (cu, torch.tensor(cu, device=device)):
+            mine = [leaf(t, torch.float32, device) for t in qkv]
+            own = {n: leaf(kw[n], torch.float32, device) for n in names}
+            args = {**kw, **own, "cu_seqlens_q": given, "return_lse": True}
+            out, lse = tw.attention(*mine, **args)
+            out.backward(d_out)
+            found.append([out, lse, *(t.grad for t in (*mine, *own.values()))])
+        for a, b in zip(*found):
+            assert a.any() and torch.equal(a, b)
+
+
+def test_offsets_of_keys_and_rows_behind_the_last_sequence(device, gen):
+    q, k, v = (randn(gen, n, h, 16).float().to(device) for n, h in ((9, 4), (12, 2), (12, 2)))
+    cu_q, cu_kv = ([0, 3, 7], [0, 5, 11])
+    at = [torch.tensor(c, dtype=torch.int64, device=device) for c in (cu_q, cu_kv)]
+    out = tw.attention(q, k, v, cu_seqlens_q=at[0], cu_seqlens_kv=at[1])
+    ref = tw.attention(q[:7], k[:11], v[:11], cu_seqlens_q=cu_q, cu_seqlens_kv=cu_kv)
+    assert torch.equal(out[:7], ref) and ref.any() and not out[7:].any()
+    # Without offsets of queries these are one sequence.
+    one = tw.attention(q, k, v, cu_seqlens_kv=torch.tensor([0, 12], device=device))
+    assert torch.equal(one, tw.attention(q, k, v))
+
+
+def test_more_documents_than_a_plan_was_made_for(device, gen):
+    """The tables of a GPU in a plan that was made for few have no place for 2100."""
+    q, k, v = (randn(gen, 2100, h, 16).float().to(device) for h in (2, 1, 1))
+    assert tw.attention(q, k, v).any()
+    cu = list(range(2101))
+    ref, _ = dense(*(t.cpu().double() for t in (q, k, v)), cu)
+    for given in (cu, torch.tensor(cu, device=device)):
+        out = tw.attention(q, k, v, cu_seqlens_q=given)
+        torch.testing.assert_close(out.cpu().double(), ref, rtol=1e-4, atol=1e-4)
+
+
+def test_offsets_in_tensors_that_do_not_fit(device):
+    q = torch.randn(4, 4, 8, device=device)
+    at = lambda *cu, **kw: torch.tensor(cu, device=device, **kw)  # noqa: E731
+    for bad in (
+        dict(cu_seqlens_q=at(0.0, 4.0)),
+        dict(cu_seqlens_q=at(4)),
+        dict(cu_seqlens_q=at(0, 4).view(1, 2)),
+        dict(cu_seqlens_q=at(0, 4), cu_seqlens_kv=at(0, 2, 4)),
+    ):
+        with pytest.raises(tilewire.InvalidArgument):
+            tw.attention(q, q, q, **bad)
+    with pytest.raises(tilewire.InvalidArgument, match="not for"):
+        tw.attention(*[q[None]] * 3, cu_seqlens_q=at(0, 4))
+    # What the numbers say is known where the call waits, and on a GPU when they are read.
+    for cu in (at(0, 5), at(0, 3, 2, 4), at(1, 4), at(-1, 4)):
+        if device.type == "cpu":
+            with pytest.raises(tilewire.InvalidArgument):
+                tw.attention(q, q, q, cu_seqlens_q=cu)
+        else:
+            assert tw.attention(q, q, q, cu_seqlens_q=cu).isnan().all()
+    assert not tw.attention(q, q, q, cu_seqlens_q=at(0, 4)).isnan().any()
+
+
 def test_a_batch(device, gen):
     q, k, v = (randn(gen, 2, 9, h, 8) for h in (4, 2, 2))
     mine = [leaf(t, torch.float32, device) for t in (q, k, v)]

@@ -49,6 +49,32 @@ def test_attention_with_all_it_takes_compiles_whole(world, device, gen):
         assert b.any() and torch.equal(a, b)
 
 
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_one_graph_of_attention_serves_documents_that_change(device, gen, backend):
+    counts = []
+
+    def count(graph, args):
+        counts.append(graph)
+        return torch._dynamo.lookup_backend(backend)(graph, args)
+
+    def call(q, k, v, cu):
+        return tw.attention(q, k, v, cu_seqlens_q=cu)
+
+    compiled = torch.compile(call, fullgraph=True, backend=count)
+    x = randn(gen, 3, 24, 2, 16)
+    for lens in ([0, 7, 7, 24], [0, 2, 20, 24], [0, 24, 24, 24]):
+        cu = torch.tensor(lens, dtype=torch.int32, device=device)
+        found = []
+        for f, given in ((compiled, cu), (call, lens)):
+            args = [leaf(t, torch.float32, device) for t in x]
+            out = f(*args, given)
+            out.square().sum().backward()
+            found.append([out, *(a.grad for a in args)])
+        for a, b in zip(*found):
+            assert b.any() and torch.equal(a, b)
+    assert len(counts) == 1
+
+
 def test_a_permutation_with_weights_compiles_whole(world, device, gen):
     experts, hidden = 4, 16
 

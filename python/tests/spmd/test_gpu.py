@@ -136,6 +136,42 @@ def test_peak_memory_of_a_hundred_steps_is_that_of_dense_torch_and_a_shard(world
     assert peak(block, 100) <= peak(dense, 20) + args[0].nbytes
 
 
+def test_a_graph_of_local_attention_follows_offsets_that_change(device):
+    """No copy, no warning: 100 replays, each with documents of its own."""
+    import random
+    import warnings
+
+    draw = random.Random(24)
+    q, k, v = (
+        torch.randn(600, h, 64, device=device, dtype=torch.bfloat16, requires_grad=True)
+        for h in (4, 2, 2)
+    )
+    cu = torch.zeros(9, dtype=torch.int32, device=device)
+
+    def step():
+        out = tw.attention(q, k, v, cu_seqlens_q=cu)
+        return out, torch.autograd.grad(out.float().square().sum(), (q, k, v))
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            step()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out, grads = step()
+    for _ in range(100):
+        lens = [0, *sorted(draw.randint(0, 600) for _ in range(7)), 600]
+        cu.copy_(torch.tensor(lens, dtype=torch.int32))
+        graph.replay()
+        known = tw.attention(q, k, v, cu_seqlens_q=lens)
+        ref = torch.autograd.grad(known.float().square().sum(), (q, k, v))
+        for a, b in zip((out, *grads), (known, *ref)):
+            assert torch.equal(a, b) and b.any()
+
+
 def test_offsets_on_the_device_are_copied_once_with_a_warning_and_refused_in_a_capture(
     world, device
 ):

@@ -26,12 +26,12 @@ class _Static(NamedTuple):
         return {k: thawed(v) for k, v in self.spec}
 
 
-def _forward(s, q, k, v, bias, sink, grad):
+def _forward(s, q, k, v, bias, sink, at_q, at_kv, grad):
     rets = {
         "out": ((q.shape[0], q.shape[1], v.shape[2]), q.dtype),
         "lse": ((q.shape[1], q.shape[0]), jnp.float32),
     }
-    args = {"q": q, "k": k, "v": v, "bias": bias, "sink": sink}
+    args = {"q": q, "k": k, "v": v, "bias": bias, "sink": sink, "cu_q": at_q, "cu_kv": at_kv}
     more = dict(attention=s.more(), params={"grad": grad})
     op = "attention" if s.team is None else "cp_attention"
     out = call(op, args, rets, team=s.team, **more)
@@ -39,28 +39,28 @@ def _forward(s, q, k, v, bias, sink, grad):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attention(s, q, k, v, bias, sink):
-    return _forward(s, q, k, v, bias, sink, False)
+def _attention(s, q, k, v, bias, sink, at_q, at_kv):
+    return _forward(s, q, k, v, bias, sink, at_q, at_kv, False)
 
 
-def _attention_fwd(s, q, k, v, bias, sink):
-    out, lse = _forward(s, q, k, v, bias, sink, True)
-    return (out, lse), (q, k, v, bias, sink, out, lse)
+def _attention_fwd(s, q, k, v, bias, sink, at_q, at_kv):
+    out, lse = _forward(s, q, k, v, bias, sink, at_q, at_kv, True)
+    return (out, lse), (q, k, v, bias, sink, at_q, at_kv, out, lse)
 
 
 def _attention_bwd(s, saved, d):
-    q, k, v, bias, sink, out, lse = saved
+    q, k, v, bias, sink, at_q, at_kv, out, lse = saved
     rets = {"dq": (q.shape, q.dtype), "dk": (k.shape, k.dtype), "dv": (v.shape, v.dtype)}
     if bias is not None:
         rets["dbias"] = (bias.shape, jnp.float32)
     if sink is not None:
         rets["dsink"] = (sink.shape, jnp.float32)
     args = {"d_out": d[0], "q": q, "k": k, "v": v, "bias": bias, "sink": sink}
-    args.update(out=out, lse=lse)
+    args.update(out=out, lse=lse, cu_q=at_q, cu_kv=at_kv)
     more = dict(attention=s.more(), params={"grad": True})
     op = "attention_bwd" if s.team is None else "cp_attention_bwd"
     g = call(op, args, rets, team=s.team, **more)
-    return g["dq"], g["dk"], g["dv"], g.get("dbias"), g.get("dsink")
+    return g["dq"], g["dk"], g["dv"], g.get("dbias"), g.get("dsink"), None, None
 
 
 _attention.defvjp(_attention_fwd, _attention_bwd)
@@ -73,6 +73,26 @@ def _offsets(cu, what):
     if isinstance(cu, jax.core.Tracer):
         raise InvalidArgument(f"`{what}` is traced: pass it as numbers of the host (a list, numpy)")
     return [int(n) for n in np.asarray(cu).reshape(-1)]
+
+
+def _late(q, k, cu_q, cu_kv):
+    """Row offsets that are arrays of the program: those of queries and of keys.
+
+    None if the program has them as numbers.
+    """
+    given = [cu for cu in (cu_q, cu_kv) if cu is not None]
+    if not any(isinstance(cu, jax.Array) for cu in given):
+        return None
+    for x, cu, what in ((q, cu_q, "cu_seqlens_q"), (k, cu_kv, "cu_seqlens_kv")):
+        if cu is None:
+            continue
+        if x.ndim == 4:
+            raise InvalidArgument(f"`{what}` is for [tokens, heads, d], not for [b, s, heads, d]")
+        cu = jnp.asarray(cu)
+        if cu.ndim != 1 or not jnp.issubdtype(cu.dtype, jnp.integer):
+            raise InvalidArgument(f"`{what}` must be integers, [sequences + 1]")
+    cu_q = [0, q.shape[0]] if cu_q is None else cu_q
+    return [jnp.asarray(c).astype(jnp.int32) for c in (cu_q, cu_q if cu_kv is None else cu_kv)]
 
 
 def _window(causal, window):
@@ -125,11 +145,18 @@ def _run(q, k, v, team, kw):
     _not_of_batches(q, kw["layout"], size)
     left, right = _window(kw["causal"], kw["window"])
     packed = [_packed(x, n) for x, n in ((q, "q"), (k, "k"), (v, "v"))]
-    cu_q = _offsets(kw["cu_seqlens_q"], "cu_seqlens_q")
-    cu_kv = _offsets(kw["cu_seqlens_kv"], "cu_seqlens_kv")
+    late = _late(q, k, kw["cu_seqlens_q"], kw["cu_seqlens_kv"]) if team is None else None
+    if late is None:
+        given_q = _offsets(kw["cu_seqlens_q"], "cu_seqlens_q")
+        given_kv = _offsets(kw["cu_seqlens_kv"], "cu_seqlens_kv")
+        cu_q = _lengths(q, given_q, size, "cu_seqlens_q")
+        cu_kv = _lengths(k, given_q if given_kv is None else given_kv, size, "cu_seqlens_kv")
+        late = None, None
+    else:
+        cu_q = cu_kv = []
     spec = dict(
-        cu_q=_lengths(q, cu_q, size, "cu_seqlens_q"),
-        cu_kv=_lengths(k, cu_q if cu_kv is None else cu_kv, size, "cu_seqlens_kv"),
+        cu_q=cu_q,
+        cu_kv=cu_kv,
         left=left,
         right=right,
         scale=None if kw["scale"] is None else float(kw["scale"]),
@@ -142,7 +169,7 @@ def _run(q, k, v, team, kw):
     )
     bias, sink = (None if x is None else jnp.asarray(x) for x in (kw["bias"], kw["sink"]))
     static = tuple((n, tuple(x) if isinstance(x, list) else x) for n, x in sorted(spec.items()))
-    inputs = vary(() if team is None else team[1], *packed, bias, sink)
+    inputs = vary(() if team is None else team[1], *packed, bias, sink, *late)
     out, lse = _attention(_Static(team, static), *inputs)
     lse = jax.lax.stop_gradient(lse)
     if q.ndim == 4:
@@ -170,12 +197,18 @@ def attention(
 ):
     """``softmax(scale q k^T + bias) v`` of arrays that are here; no world is needed.
 
-    The last query sees the last key under a causal mask. Keywords as :func:`cp_attention`. May be
-    called outside of shard_map.
+    The last query sees the last key under a causal mask. Other keywords as :func:`cp_attention`.
+    May be called outside of shard_map.
 
     Args:
         q: [tokens, heads, d] or [b, s, heads, d]; f32, bf16 or f16.
         k, v: the same, with heads that divide q's; v may have another d.
+        cu_seqlens_q, cu_seqlens_kv: row offsets of packed sequences, [sequences + 1]; those of the
+            queries serve for the keys, too. Lists and numpy's arrays are part of the program and of
+            all rows. JAX's arrays, traced or not, are read when the program runs, so that one
+            program serves all documents: there may be empty sequences, and rows behind the last
+            one, which are zero. On a GPU, offsets that do not begin with 0, descend or go beyond
+            the rows make all results NaN.
 
     Returns:
         of q's form with v's d; with ``return_lse`` also the log-sum-exp [heads, tokens] (or [heads,

@@ -12,11 +12,11 @@ from ._world import handle_of
 
 class _Attention(Differentiable):
     @staticmethod
-    def forward(ctx, q, k, v, bias, sink, world, *spec):
+    def forward(ctx, q, k, v, bias, sink, at_q, at_kv, world, *spec):
         ctx.set_materialize_grads(False)
         added = ctx.needs_input_grad[3:5]
-        out, lse = _ops.attention(q, k, v, bias, sink, world, True, *added, *spec)
-        ctx.save_for_backward(q, k, v, bias, sink, out, lse)
+        out, lse = _ops.attention(q, k, v, bias, sink, at_q, at_kv, world, True, *added, *spec)
+        ctx.save_for_backward(q, k, v, bias, sink, at_q, at_kv, out, lse)
         ctx.args = (world, spec)
         ctx.mark_non_differentiable(lse)
         return out, lse
@@ -26,18 +26,17 @@ class _Attention(Differentiable):
         _once()
         if d_out is None:
             return (None,) * len(ctx.needs_input_grad)
-        q, k, v, bias, sink, out, lse = ctx.saved_tensors
         world, spec = ctx.args
         needs_bias, needs_sink = ctx.needs_input_grad[3:5]
         dq, dk, dv, db, ds = _ops.attention_backward(
-            d_out, q, k, v, bias, sink, out, lse, world, needs_bias, needs_sink, *spec
+            d_out, *ctx.saved_tensors, world, needs_bias, needs_sink, *spec
         )
         if world:
             # Replicated parameters: each rank has what its queries contribute.
             db = _ops.all_reduce(db, world, "sum") if needs_bias else db
             ds = _ops.all_reduce(ds, world, "sum") if needs_sink else ds
         grads = (dq, dk, dv, db if needs_bias else None, ds if needs_sink else None)
-        return *grads, None, *(None for _ in spec)
+        return *grads, None, None, None, *(None for _ in spec)
 
 
 def _offsets(cu, what, above=3):
@@ -57,6 +56,27 @@ def _offsets(cu, what, above=3):
             warnings.warn(text, stacklevel=above + 1)
         cu = cu.tolist()
     return [int(n) for n in cu]
+
+
+def _late(q, k, cu_q, cu_kv):
+    """Row offsets in tensors beside q, which nobody waits for: those of queries and of keys.
+
+    None if they come from elsewhere.
+    """
+    given = [cu for cu in (cu_q, cu_kv) if cu is not None]
+    if not given or not all(isinstance(c, torch.Tensor) and c.device == q.device for c in given):
+        return None
+    for x, cu, what in ((q, cu_q, "cu_seqlens_q"), (k, cu_kv, "cu_seqlens_kv")):
+        if cu is None:
+            continue
+        if x.dim() == 4:
+            raise InvalidArgument(f"`{what}` is for [tokens, heads, d], not for [b, s, heads, d]")
+        if cu.dim() != 1 or cu.is_floating_point() or cu.is_complex() or cu.dtype == torch.bool:
+            raise InvalidArgument(f"`{what}` must be integers, [sequences + 1]")
+    if cu_q is None:
+        cu_q = torch.arange(2, dtype=torch.int32, device=q.device) * q.shape[0]
+    at_q, at_kv = (c.to(torch.int32).contiguous() for c in (cu_q, cu_q if cu_kv is None else cu_kv))
+    return at_q, at_kv
 
 
 def _window(causal, window):
@@ -104,10 +124,15 @@ def _lengths(x, cu, size, what):
 def _run(q, k, v, world, size, kw):
     _not_of_batches(q, kw["layout"], size)
     left, right = _window(kw["causal"], kw["window"])
-    given_q = _offsets(kw["cu_seqlens_q"], "cu_seqlens_q")
-    given_kv = _offsets(kw["cu_seqlens_kv"], "cu_seqlens_kv")
-    cu_q = _lengths(q, given_q, size, "cu_seqlens_q")
-    cu_kv = _lengths(k, given_q if given_kv is None else given_kv, size, "cu_seqlens_kv")
+    late = None if world else _late(q, k, kw["cu_seqlens_q"], kw["cu_seqlens_kv"])
+    if late is None:
+        given_q = _offsets(kw["cu_seqlens_q"], "cu_seqlens_q")
+        given_kv = _offsets(kw["cu_seqlens_kv"], "cu_seqlens_kv")
+        cu_q = _lengths(q, given_q, size, "cu_seqlens_q")
+        cu_kv = _lengths(k, given_q if given_kv is None else given_kv, size, "cu_seqlens_kv")
+        late = None, None
+    else:
+        cu_q = cu_kv = []
     softcap = kw["softcap"] or None
     spec = (cu_q, cu_kv, left, right, kw["scale"], softcap, float(kw["dropout_p"]))
     spec += (int(kw["seed"]), kw["layout"], kw["strategy"], kw["a2a_size"] or 1)
@@ -117,9 +142,9 @@ def _run(q, k, v, world, size, kw):
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     flat = [_packed(x, n) for x, n in ((q, "q"), (k, "k"), (v, "v"))]
     if _needs_grad(q, k, v, bias, sink):
-        out, lse = _Attention.run(*flat, bias, sink, world, *spec)
+        out, lse = _Attention.run(*flat, bias, sink, *late, world, *spec)
     else:
-        out, lse = _ops.attention(*flat, bias, sink, world, False, False, False, *spec)
+        out, lse = _ops.attention(*flat, bias, sink, *late, world, False, False, False, *spec)
     if q.dim() == 4:
         out = out.view(*q.shape[:3], v.shape[3])
         lse = lse.view(q.shape[2], *q.shape[:2])
@@ -145,11 +170,17 @@ def attention(
 ):
     """``softmax(scale q k^T + bias) v`` of tensors that are here; no world is needed.
 
-    The last query sees the last key under a causal mask. Keywords as :func:`cp_attention`.
+    The last query sees the last key under a causal mask. Other keywords as :func:`cp_attention`.
 
     Args:
         q: [tokens, heads, d] or [b, s, heads, d]; f32, bf16 or f16.
         k, v: the same, with heads that divide q's; v may have another d.
+        cu_seqlens_q, cu_seqlens_kv: row offsets of packed sequences, [sequences + 1]; those of the
+            queries serve for the keys, too. Integer tensors on q's device are read when the call
+            runs: nobody waits for them, and a CUDA graph follows offsets that change. There may be
+            empty sequences, and rows behind the last one, which are zero. On a GPU, offsets that do
+            not begin with 0, descend or go beyond the rows make all results NaN. Lists and tensors
+            of the CPU beside a q on a GPU are of all rows.
 
     Returns:
         of q's form with v's d; with ``return_lse`` also the log-sum-exp [heads, tokens] (or [heads,

@@ -454,7 +454,8 @@ dequantize = _define(
 )
 
 
-# attention and cp_attention. A world of 0 is none: all rows are here.
+# attention and cp_attention. A world of 0 is none: all rows are here. `at` are row offsets in
+# tensors, in place of those of the spec.
 
 
 def _spec(cu_q, cu_kv, left, right, scale, softcap, dropout_p, seed, layout, strategy, a2a_size):
@@ -473,15 +474,16 @@ def _spec(cu_q, cu_kv, left, right, scale, softcap, dropout_p, seed, layout, str
     }
 
 
-def _attention_meta(q, k, v, bias, sink, world, grad, dbias, dsink, *spec):
+def _attention_meta(q, k, v, bias, sink, at_q, at_kv, world, grad, dbias, dsink, *spec):
     out = q.new_empty((q.shape[0], q.shape[1], v.shape[2]), dtype=_out_dtype(q))
     return out, q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
 
 
-def _attention(q, k, v, bias, sink, world, grad, dbias, dsink, *spec):
+def _attention(q, k, v, bias, sink, at_q, at_kv, world, grad, dbias, dsink, *spec):
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-    out, lse = _attention_meta(q, k, v, bias, sink, world, grad, dbias, dsink)
+    out, lse = _attention_meta(q, k, v, bias, sink, at_q, at_kv, world, grad, dbias, dsink)
     tensors = {"q": q, "k": k, "v": v, "bias": bias, "sink": sink, "out": out, "lse": lse}
+    tensors["cu_q"], tensors["cu_kv"] = at_q, at_kv
     if world:
         _native.cp_attention_fwd(world, _spec(*spec), tensors, grad, dbias, dsink)
     else:
@@ -489,18 +491,25 @@ def _attention(q, k, v, bias, sink, world, grad, dbias, dsink, *spec):
     return out, lse
 
 
-def _attention_backward_meta(d_out, q, k, v, bias, sink, out, lse, world, dbias, dsink, *spec):
+def _attention_backward_meta(
+    d_out, q, k, v, bias, sink, at_q, at_kv, out, lse, world, dbias, dsink, *spec
+):
     f32 = torch.float32
     db = bias.new_empty(bias.shape, dtype=f32) if dbias else q.new_empty(0, dtype=f32)
     ds = sink.new_empty(sink.shape, dtype=f32) if dsink else q.new_empty(0, dtype=f32)
     return out.new_empty(q.shape), out.new_empty(k.shape), out.new_empty(v.shape), db, ds
 
 
-def _attention_backward(d_out, q, k, v, bias, sink, out, lse, world, dbias, dsink, *spec):
+def _attention_backward(
+    d_out, q, k, v, bias, sink, at_q, at_kv, out, lse, world, dbias, dsink, *spec
+):
     q, k, v, d_out = q.contiguous(), k.contiguous(), v.contiguous(), d_out.contiguous()
-    grads = _attention_backward_meta(d_out, q, k, v, bias, sink, out, lse, world, dbias, dsink)
+    grads = _attention_backward_meta(
+        d_out, q, k, v, bias, sink, at_q, at_kv, out, lse, world, dbias, dsink
+    )
     dq, dk, dv, db, ds = grads
     tensors = {"q": q, "k": k, "v": v, "bias": bias, "sink": sink, "out": out, "lse": lse}
+    tensors["cu_q"], tensors["cu_kv"] = at_q, at_kv
     given = {"d_out": d_out, "dq": dq, "dk": dk, "dv": dv}
     given["dbias"], given["dsink"] = db if dbias else None, ds if dsink else None
     if world:
@@ -515,14 +524,15 @@ _SPEC = (
     " float dropout_p, int seed, str layout, str? strategy, int a2a_size"
 )
 attention = _define(
-    "attention(Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? sink, int world, bool grad,"
-    f" bool dbias, bool dsink, {_SPEC}) -> (Tensor, Tensor)",
+    "attention(Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? sink, Tensor? at_q,"
+    f" Tensor? at_kv, int world, bool grad, bool dbias, bool dsink, {_SPEC}) -> (Tensor, Tensor)",
     _attention,
     _attention_meta,
 )
 attention_backward = _define(
     "attention_backward(Tensor d_out, Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? sink,"
-    f" Tensor out, Tensor lse, int world, bool dbias, bool dsink, {_SPEC})"
+    " Tensor? at_q, Tensor? at_kv, Tensor out, Tensor lse, int world, bool dbias, bool dsink,"
+    f" {_SPEC})"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     _attention_backward,
     _attention_backward_meta,
