@@ -86,7 +86,7 @@ impl Slot {
                     let (q, kv) = (call.arg("cu_q")?, call.arg("cu_kv")?);
                     x.offsets = Some(AttnOffsets::packed(q, kv));
                 }
-                let fits = call.offsets_fit(plan);
+                let fits = call.checked(plan, AttentionPlan::check, AttentionPlan::reset);
                 if site.spec.op == Op::Attention {
                     return call.then(plan.launch_fwd(stream, &x, out)?, fits);
                 }
@@ -165,6 +165,24 @@ impl Launch<'_> {
         Ok(Some(Box::new(move || pending.wait().map(drop).and_then(|()| after()))))
     }
 
+    /// Returns a check of numbers that a launch has read on the CPU, for when it has run; on a GPU
+    /// nobody waits for that.
+    fn checked<P: Send + Sync + 'static>(
+        &self,
+        plan: &Arc<P>,
+        check: fn(&P) -> Result<()>,
+        reset: fn(&P, &Stream) -> Result<()>,
+    ) -> impl FnOnce() -> Result<()> + Send + 'static {
+        let (host, of, on) = (self.is_host(), plan.clone(), self.stream.clone());
+        move || match host {
+            false => Ok(()),
+            true => check(&of).inspect_err(|_| {
+                // The next call of this plan is another one.
+                reset(&of, &on).and_then(|()| on.synchronize()).ok();
+            }),
+        }
+    }
+
     fn sum(&self, out: Tensor) -> Result<GemmRsInputs> {
         let (bias, scale) = (self.optional("bias"), self.optional("scale"));
         Ok(GemmRsInputs { bias, scale, ..GemmRsInputs::new(self.arg("x")?, self.arg("w")?, out) })
@@ -204,16 +222,7 @@ impl Launch<'_> {
     fn grouped(&self, plan: &Arc<GroupedGemmPlan>) -> Result<Option<Rest>> {
         let (stream, counts) = (self.stream, self.arg("m_splits")?);
         let splits = Splits::counts(&counts);
-        // On the CPU the splits are looked at when the call has run; on a GPU nobody waits for
-        // that.
-        let (host, of, on) = (self.is_host(), plan.clone(), stream.clone());
-        let fits = move || match host {
-            false => Ok(()),
-            true => of.check().inspect_err(|_| {
-                // The next call of this plan is another one.
-                of.reset(&on).and_then(|()| on.synchronize()).ok();
-            }),
-        };
+        let fits = self.checked(plan, GroupedGemmPlan::check, GroupedGemmPlan::reset);
         match self.spec.op {
             Op::GroupedFprop => {
                 let (w, x) = (self.weights()?, self.operand("x", &self.spec.params.recipe)?);
@@ -244,22 +253,6 @@ impl Launch<'_> {
         let missing = || Error::internal("the attention has no result");
         let (out, lse) = (given("out").ok_or_else(missing)?, given("lse").ok_or_else(missing)?);
         Ok((x, AttnOut { out, lse }))
-    }
-
-    /// Returns a check of the offsets of a launch on the CPU, for when it has run; on a GPU nobody
-    /// waits for that.
-    fn offsets_fit(
-        &self,
-        plan: &Arc<AttentionPlan>,
-    ) -> impl FnOnce() -> Result<()> + Send + 'static {
-        let (host, of, on) = (self.is_host(), plan.clone(), self.stream.clone());
-        move || match host {
-            false => Ok(()),
-            true => of.check().inspect_err(|_| {
-                // The next call of this plan is another one.
-                of.reset(&on).and_then(|()| on.synchronize()).ok();
-            }),
-        }
     }
 
     fn gradients(&self, o: AttnOut) -> Result<(AttnSaved, AttnGrads)> {

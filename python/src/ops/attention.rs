@@ -114,8 +114,9 @@ impl Spec {
         d.sequences = match d.bias {
             // How long they are is not known, but that none is longer than the bias.
             Some(_) => {
-                let none = vec![0..0; num];
-                Sequences { tokens_q: q, tokens_kv: k, q: none.clone(), kv: none }
+                let none = vec![0..0; planned_for(num)];
+                let [tokens_q, tokens_kv] = [q, k].map(|rows| tokens(rows, 1));
+                Sequences { tokens_q, tokens_kv, q: none.clone(), kv: none }
             }
             None => most([q, k], num, 1),
         };
@@ -149,7 +150,12 @@ impl Spec {
     }
 
     pub fn cp(&self, x: Forms, size: usize) -> Result<(CpAttentionDesc, Sequences)> {
-        let (attn, sequences) = self.describe(x, 2 * size)?;
+        let (mut attn, sequences) = self.describe(x, 2 * size)?;
+        if attn.bias.is_none() {
+            // One plan with its symmetric memory, whatever the number of sequences.
+            attn.sequences.q.truncate(1);
+            attn.sequences.kv.truncate(1);
+        }
         let layout: Layout = self.layout.parse()?;
         let desc =
             CpAttentionDesc { layout, a2a_size: self.a2a_size, ..CpAttentionDesc::new(attn) };
@@ -239,11 +245,15 @@ fn offsets(place: &Place, t: &Tensors<'_>, spec: &mut Spec) -> PyResult<Offsets>
         return Ok(Offsets::Device(Box::new(AttnOffsets::packed(q, kv))));
     }
     let read = |what: &str, t: &Tensor| -> Result<Vec<usize>> {
-        let rows = |n: i32| {
+        let rows = |n: i64| {
             usize::try_from(n)
                 .map_err(|_| Error::invalid(format!("`{what}` has an offset below 0")).seen(n))
         };
-        t.to_vec::<i32>()?.into_iter().map(rows).collect()
+        let all = match t.dtype() {
+            DType::I64 => t.to_vec::<i64>()?,
+            _ => t.to_vec::<i32>()?.into_iter().map(i64::from).collect(),
+        };
+        all.into_iter().map(rows).collect()
     };
     let both = || Ok((read("cu_seqlens_q", &q)?, read("cu_seqlens_kv", &kv)?));
     let both: Result<_> = both();
@@ -268,7 +278,14 @@ fn local_plan_of(
     if matches!(offsets, Offsets::Read) {
         // As on a device: rows behind the last sequence are of none.
         let [q, kv] = forms.rows();
-        (s.tokens_q, s.tokens_kv) = (s.tokens_q.max(q), s.tokens_kv.max(kv));
+        for (what, tokens, rows) in [("q", &mut s.tokens_q, q), ("k", &mut s.tokens_kv, kv)] {
+            if *tokens > rows {
+                return Err(Error::invalid(format!("the sequences have more rows than `{what}`"))
+                    .expected(format_args!("at most {rows}"))
+                    .seen(*tokens));
+            }
+            *tokens = rows;
+        }
     }
     let desc = spec.describe_for(forms, &s, 1)?;
     x.sequences = Some(s);

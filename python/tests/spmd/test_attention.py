@@ -136,7 +136,7 @@ def test_offsets_in_tensors_that_do_not_fit(device):
     at = lambda *cu, **kw: torch.tensor(cu, device=device, **kw)  # noqa: E731
     for bad in (
         dict(cu_seqlens_q=at(0.0, 4.0)),
-        dict(cu_seqlens_q=at(4)),
+        dict(cu_seqlens_q=at(0)),
         dict(cu_seqlens_q=at(0, 4).view(1, 2)),
         dict(cu_seqlens_q=at(0, 4), cu_seqlens_kv=at(0, 2, 4)),
     ):
@@ -145,6 +145,9 @@ def test_offsets_in_tensors_that_do_not_fit(device):
     with pytest.raises(tilewire.InvalidArgument, match="not for"):
         tw.attention(*[q[None]] * 3, cu_seqlens_q=at(0, 4))
     # What the numbers say is known where the call waits, and on a GPU when they are read.
+    if device.type == "cpu":
+        with pytest.raises(tilewire.InvalidArgument, match="more rows than `q`"):
+            tw.attention(q, q, q, cu_seqlens_q=at(0, 2**32 + 4))
     for cu in (at(0, 5), at(0, 3, 2, 4), at(1, 4), at(-1, 4)):
         if device.type == "cpu":
             with pytest.raises(tilewire.InvalidArgument):

@@ -49,7 +49,7 @@ _Layout: TypeAlias = Literal["zigzag_per_sequence", "zigzag", "contiguous", "bal
 _Strategy: TypeAlias = Literal["get", "ring", "all_gather", "all_to_all", "hybrid"] | None
 _Window: TypeAlias = tuple[int | None, int | None] | None
 _Recipe: TypeAlias = Literal["tensor", "block1x128", "block128x128", "mx1x32"]
-# Offsets on the host: numbers, or an array of numpy's.
+# Offsets: numbers or an array of numpy's, on the host; arrays of the program for `attention`.
 _Offsets: TypeAlias = Sequence[int] | Any | None
 
 class World:

@@ -206,9 +206,10 @@ def attention(
         cu_seqlens_q, cu_seqlens_kv: row offsets of packed sequences, [sequences + 1]; those of the
             queries serve for the keys, too. Lists and numpy's arrays are part of the program and of
             all rows. JAX's arrays, traced or not, are read when the program runs, so that one
-            program serves all documents: there may be empty sequences, and rows behind the last
-            one, which are zero. On a GPU, offsets that do not begin with 0, descend or go beyond
-            the rows make all results NaN.
+            program serves as many documents, whatever their lengths (repeat the last offset for
+            sequences that are not there). There may be rows behind the last one, which are zero.
+            On a GPU, offsets that do not begin with 0, descend or go beyond the rows, and sequences
+            longer than the bias, make all results NaN.
 
     Returns:
         of q's form with v's d; with ``return_lse`` also the log-sum-exp [heads, tokens] (or [heads,

@@ -48,7 +48,8 @@ def _offsets(cu, what, above=3):
         if cu.is_cuda:
             if torch.cuda.is_current_stream_capturing():
                 raise InvalidArgument(
-                    f"`{what}` is on the GPU, and a capture cannot copy it: pass it on the host"
+                    f"`{what}` is on the GPU, and a capture cannot copy it: pass it on the host, or"
+                    " to `attention` all offsets on the device of q"
                 )
             import warnings
 
@@ -73,10 +74,18 @@ def _late(q, k, cu_q, cu_kv):
             raise InvalidArgument(f"`{what}` is for [tokens, heads, d], not for [b, s, heads, d]")
         if cu.dim() != 1 or cu.is_floating_point() or cu.is_complex() or cu.dtype == torch.bool:
             raise InvalidArgument(f"`{what}` must be integers, [sequences + 1]")
+        if cu.shape[0] < 2:
+            raise InvalidArgument(f"`{what}` has offsets of no sequence: pass [sequences + 1]")
+
+    def plain(cu):
+        # What does not fit 32 bits is seen on the CPU, where offsets are read at once.
+        wide = cu.dtype == torch.int64 and not cu.is_cuda
+        return (cu if wide else cu.to(torch.int32)).contiguous()
+
     if cu_q is None:
         cu_q = torch.arange(2, dtype=torch.int32, device=q.device) * q.shape[0]
-    at_q, at_kv = (c.to(torch.int32).contiguous() for c in (cu_q, cu_q if cu_kv is None else cu_kv))
-    return at_q, at_kv
+    at_q = plain(cu_q)
+    return at_q, at_q if cu_kv is None else plain(cu_kv)
 
 
 def _window(causal, window):
@@ -177,10 +186,12 @@ def attention(
         k, v: the same, with heads that divide q's; v may have another d.
         cu_seqlens_q, cu_seqlens_kv: row offsets of packed sequences, [sequences + 1]; those of the
             queries serve for the keys, too. Integer tensors on q's device are read when the call
-            runs: nobody waits for them, and a CUDA graph follows offsets that change. There may be
-            empty sequences, and rows behind the last one, which are zero. On a GPU, offsets that do
-            not begin with 0, descend or go beyond the rows make all results NaN. Lists and tensors
-            of the CPU beside a q on a GPU are of all rows.
+            runs: nobody waits for them, and a CUDA graph follows offsets that change, as many as it
+            was captured with (repeat the last one for sequences that are not there). There may be
+            rows behind the last sequence, which are zero. On a GPU, offsets that do not begin with
+            0, descend or go beyond the rows, and sequences longer than the bias, make all results
+            NaN, and calls of equal shapes on two streams must not run at once. Lists, and tensors
+            of the CPU beside a q on a GPU, are of all rows.
 
     Returns:
         of q's form with v's d; with ``return_lse`` also the log-sum-exp [heads, tokens] (or [heads,

@@ -307,11 +307,12 @@ impl Act<'_> {
         for port in look::ports(id) {
             for _ in 0..1 + self.random.below(40) {
                 let Ok(mut s) = TcpStream::connect(("127.0.0.1", port)) else { continue };
-                reached += 1;
                 let len = self.random.below(3000) as usize;
                 let bytes: Vec<u8> = (0..len).map(|_| self.random.next() as u8).collect();
                 // It may be refused before all is written.
-                s.write_all(&bytes).ok();
+                let sent = s.write(&bytes).unwrap_or(0);
+                reached += sent;
+                bytes.get(sent..).map(|rest| s.write_all(rest).ok());
                 if self.random.below(2) == 0 {
                     held.push(s);
                 }
