@@ -5,6 +5,7 @@ import torch
 from dense import leaf, randn
 from test_frameworks import FAMILIES, families
 
+import tilewire
 import tilewire.torch as tw
 
 @pytest.fixture(autouse=True)
@@ -169,6 +170,41 @@ def test_what_a_graph_has_dispatched_is_combined_outside(world, device, gen):
     assert torch.equal(tw.ep_combine(buf, *again[:2]), 2 * tw.ep_combine(other, *want[:2]))
 
 
+@pytest.mark.parametrize("num_sms", [None, 3])
+def test_a_routing_is_used_again_in_a_graph(world, device, gen, num_sms):
+    """By the graph that made it, by another, and by calls outside; on few multiprocessors."""
+    group = experts(world, align=2)
+
+    def first(buf, x, w, idx):
+        rows, row_w, _ = tw.ep_dispatch(buf, x, idx, w, num_sms=num_sms)
+        y = tw.ep_combine(buf, rows * 3, row_w)
+        again, _, splits = tw.ep_dispatch(buf.reuse(), x + y, None, num_sms=num_sms)
+        return tw.ep_combine(buf, again + splits.sum())
+
+    def second(buf, x):
+        rows, _, _ = tw.ep_dispatch(buf.reuse(), x, None)
+        return tw.ep_combine(buf, rows * 5)
+
+    whole = [torch.compile(f, fullgraph=True, backend="aot_eager") for f in (first, second)]
+    for num in (12, 9):
+        x, w, idx = tokens_of(world, device, gen, num)
+        found = []
+        for f, g, h in ((*whole, whole[1]), (*whole, second), (first, second, second)):
+            buf = group.buffer()
+            mx, mw = leaf(x, torch.float32, device), leaf(w, torch.float32, device)
+            y = f(buf, mx, mw, idx)
+            z = h(buf, g(buf, y))
+            z.square().sum().backward()
+            found.append([y, z, mx.grad, mw.grad])
+            text = f"was of {num} tokens, x has {num - 1}"
+            with pytest.raises(tilewire.InvalidArgument, match=text):
+                second(buf, y[1:])
+        for other in found[:2]:
+            for a, b in zip(other, found[2]):
+                assert b.any()
+                torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5 * b.abs().max().item())
+
+
 def test_codes_of_experts_compile_whole(world, device, gen):
     group = experts(world, dtype=torch.float8_e4m3fn, out_dtype=torch.float32)
     buf, other = group.buffer(), group.buffer()
@@ -188,12 +224,12 @@ def test_what_has_no_meaning_in_a_graph_is_refused(world, device, gen):
     group = experts(world)
     x, w, idx = tokens_of(world, device, gen, 5)
     x = x.float().to(device)
-    filled = group.buffer()
+    filled, zero_copy = group.buffer(), experts(world, zero_copy=True).buffer()
     tw.ep_dispatch(filled, x, idx)
     for call, text in (
-        (lambda: tw.ep_dispatch(group.buffer(), x, idx, num_sms=4), "num_sms"),
-        (lambda: tw.ep_dispatch(filled.reuse(), x, idx), "reuse"),
-        (lambda: tw.ep_dispatch(filled, x, idx, async_op=True), "async_op"),
+        (lambda: tw.ep_dispatch(zero_copy, x, idx), "zero_copy in a compiled"),
+        (lambda: tw.ep_dispatch(filled.reuse(), x, idx), "reuse.. in a compiled graph of what"),
+        (lambda: tw.ep_dispatch(filled, x, idx, async_op=True), "async_op in a compiled"),
         (lambda: tw.ep_combine(filled, x), "what a graph has dispatched"),
     ):
         with pytest.raises(Exception, match=text):

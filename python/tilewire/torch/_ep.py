@@ -143,7 +143,7 @@ class EpBuffer:
         self._generation = 0
         self._reuse = False
         self._tokens = None
-        # The routing, where a compiled graph has made it, and the number of its tokens.
+        # The routing, where a compiled graph has made it, its tokens and multiprocessors.
         self._routed = None
         self._side = None
         self._recv = self._grad = None
@@ -196,7 +196,7 @@ class EpBuffer:
 
     def reuse(self):
         """The next dispatch takes the last routing again: its ``topk_idx`` is not looked at."""
-        if self._generation == 0:
+        if self._generation == 0 and self._routed is None:
             raise Stale("the buffer has no routing yet")
         self._reuse = True
         return self
@@ -247,10 +247,12 @@ def _dispatch(buf, x, scales, weights, idx):
     if scales is not None:
         recv_scales = _zeros(g.recv_rows, g._num_scales, dtype=torch.float32, like=x)
     splits = torch.empty(g.num_local_experts, dtype=torch.int64, device=x.device)
-    if idx is not None:
+    if idx is not None or buf._routed is not None:
         # Before the call: one that fails may have routed already.
         buf._generation += 1
-        buf._given, buf._routed = False, None
+        routed, buf._given, buf._routed = buf._routed, False, None
+        if idx is None:
+            buf._native.load(*routed[:2])
     buf._native.dispatch(idx, x, weights, scales, recv, recv_w, recv_scales, splits)
     buf._tokens = x.shape[0]
     if scales is not None:
@@ -374,9 +376,10 @@ def ep_dispatch(buf, x, topk_idx, topk_weights=None, *, num_sms=None, async_op=F
             f"ep_dispatch: x must be [tokens, {g.hidden}] {g.dtype}, not {tuple(x.shape)} {x.dtype}"
         )
     choices = (x.shape[0], g.top_k)
-    if reuse and x.shape[0] != buf._tokens:
+    last = buf._tokens if buf._routed is None else buf._routed[1]
+    if reuse and x.shape[0] != last:
         raise InvalidArgument(
-            f"ep_dispatch: the last routing was of {buf._tokens} tokens, x has {x.shape[0]}"
+            f"ep_dispatch: the last routing was of {last} tokens, x has {x.shape[0]}"
         )
     if not reuse and tuple(topk_idx.shape) != choices:
         raise InvalidArgument(
@@ -392,8 +395,8 @@ def ep_dispatch(buf, x, topk_idx, topk_weights=None, *, num_sms=None, async_op=F
     idx = None if reuse else topk_idx.contiguous()
     w = None if w is None else w.contiguous()
     if torch.compiler.is_compiling():
-        refused = {"reuse()": reuse, "num_sms": num_sms, "async_op": async_op}
-        return _in_graph(buf, x, w, idx, refused | {"zero_copy": g.zero_copy})
+        refused = {"async_op": async_op, "zero_copy": g.zero_copy}
+        return _in_graph(buf, x, w, idx, num_sms, refused)
     buf._native.set_num_sms(num_sms)
     if fp8:
         data, scales = x.data.contiguous(), x.scales.contiguous()
@@ -409,11 +412,11 @@ def ep_dispatch(buf, x, topk_idx, topk_weights=None, *, num_sms=None, async_op=F
     return _beside(buf, async_op, call, x, idx, w)
 
 
-def _in_graph(buf, x, w, idx, refused):
+def _in_graph(buf, x, w, idx, num_sms, refused):
     data, scales = x, None
     if buf.group._num_scales:
         data, scales = x.data, x.scales.contiguous()
-    args = (buf, data.contiguous(), scales, w, idx, refused)
+    args = (buf, data.contiguous(), scales, w, idx, num_sms, refused)
     recv, recv_scales, recv_w, splits = _ep_graph.dispatch(*args)
     if scales is not None:
         recv = QTensor(recv, recv_scales, "block1x128")
