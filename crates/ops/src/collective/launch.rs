@@ -10,6 +10,7 @@ use super::schedule::{self, Phase};
 use super::way::Way;
 use super::{CollectiveDesc, CollectiveKind};
 use crate::common::PlanCore;
+use crate::common::lanes::Lanes;
 
 /// Signal slots of a plan.
 pub(super) const CREDIT: usize = 0;
@@ -34,6 +35,9 @@ pub(super) struct Base {
     pub engines: bool,
 }
 
+/// The work that a launch on a device begins with, in the caller's stream.
+pub(super) type Before<'a> = &'a dyn Fn(&Lanes<'_>) -> Result<()>;
+
 /// One launch: of `m` rows in all, on a stream.
 #[derive(Clone, Copy)]
 pub(super) struct Given<'a> {
@@ -41,6 +45,8 @@ pub(super) struct Given<'a> {
     pub m: usize,
     pub x: &'a Tensor,
     pub out: &'a Tensor,
+    /// Makes `x`.
+    pub before: Option<Before<'a>>,
 }
 
 impl Base {

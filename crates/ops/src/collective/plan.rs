@@ -9,7 +9,7 @@ use tilewire_symm::{Heap, LinkTraffic, LiveTeam, Traffic};
 
 use super::device::{self, OnDevice, Prepared, Used};
 use super::host::Run;
-use super::launch::{Base, Given, io_rows};
+use super::launch::{Base, Before, Given, io_rows};
 use super::schedule;
 use super::way::Way;
 use super::{CollectiveBackend, CollectiveDesc, CollectiveKind};
@@ -58,7 +58,8 @@ impl CollectivePlan {
         heap: &Heap,
         backend: CollectiveBackend,
     ) -> Result<Self> {
-        Self::make(desc, heap, backend, false)
+        let name = desc.kind.name();
+        Self::make(desc, heap, (backend, false), (name, ""))
     }
 
     /// Makes a plan as [`CollectivePlan::new`], in which copy engines move vectors of any size on
@@ -68,16 +69,28 @@ impl CollectivePlan {
     /// # Errors
     /// As [`CollectivePlan::new`].
     pub fn by_copy_engines(desc: CollectiveDesc, heap: &Heap) -> Result<Self> {
-        Self::make(desc, heap, CollectiveBackend::Put, true)
+        let name = desc.kind.name();
+        Self::make(desc, heap, (CollectiveBackend::Put, true), (name, ""))
+    }
+
+    /// Makes a plan as [`CollectivePlan::new`] of puts, of which each launch is one of operation
+    /// `op`, described by `text`, and begins with more work: see
+    /// [`CollectivePlan::launch_behind`].
+    pub(crate) fn behind(
+        desc: CollectiveDesc,
+        heap: &Heap,
+        of: (&'static str, &str),
+    ) -> Result<Self> {
+        Self::make(desc, heap, (CollectiveBackend::Put, false), of)
     }
 
     fn make(
         desc: CollectiveDesc,
         heap: &Heap,
-        backend: CollectiveBackend,
-        engines: bool,
+        (backend, engines): (CollectiveBackend, bool),
+        (name, text): (&'static str, &str),
     ) -> Result<Self> {
-        let (size, name) = (heap.team().size(), desc.kind.name());
+        let size = heap.team().size();
         desc.check(size).map_err(|e| e.op(name))?;
         let row_bytes = desc.cols * desc.dtype.size();
         let (first, second) = staging_rows(&desc, size);
@@ -91,7 +104,7 @@ impl CollectivePlan {
             _ => Shards::Even.max_rows(desc.m, size),
         };
         let how = if engines { " by copy engines" } else { "" };
-        let core = PlanCore::new(name, heap, format_args!("{desc} {backend}{how}"))?;
+        let core = PlanCore::new(name, heap, format_args!("{text}{desc} {backend}{how}"))?;
         let possible = |lane: &Lane| device::is_possible(&desc, lane, size);
         let flags = match core.lane().map(possible).transpose()? {
             Some(true) if !engines => {
@@ -267,7 +280,7 @@ impl CollectivePlan {
     ) -> Result<Pending<Tensor>> {
         self.check(m, x, out)?;
         if let Some(lane) = self.base.core.lane() {
-            let given = Given { stream, m, x, out };
+            let given = Given { stream, m, x, out, before: None };
             return device::launch(&self.on(lane), self.used.provider(), given);
         }
         let (first, second) = self.base.phases(m).map_err(|e| e.op(self.base.core.op()))?;
@@ -294,6 +307,21 @@ impl CollectivePlan {
             seq,
         )?;
         Pending::new(out.clone(), stream, Some(self.base.core.team().fault().clone()))
+    }
+
+    /// Queues a launch as [`CollectivePlan::launch`] on a device, behind `before`, which makes `x`
+    /// and is ordered like the launch itself.
+    pub(crate) fn launch_behind(
+        &self,
+        (stream, m): (&Stream, usize),
+        (x, out): (&Tensor, &Tensor),
+        before: Before<'_>,
+    ) -> Result<Pending<Tensor>> {
+        self.check(m, x, out)?;
+        let lane = self.base.core.lane();
+        let lane = lane.ok_or_else(|| Error::internal("a launch of a device runs on the host"))?;
+        let given = Given { stream, m, x, out, before: Some(before) };
+        device::launch(&self.on(lane), self.used.provider(), given)
     }
 }
 

@@ -2,19 +2,26 @@
 
 use std::sync::{Arc, OnceLock};
 
-use tilewire_core::{Error, Result};
+use tilewire_core::{DType, Error, Result};
 use tilewire_device::{Pending, Stream, Tensor};
 use tilewire_symm::{Heap, Signals, SymBuf, Traffic};
 
 use super::GemmArDesc;
 use super::host::Run;
 use super::schedule::arrivals;
-use crate::common::lanes::Lane;
+use crate::collective::{CollectiveDesc, CollectiveKind, CollectivePlan, ReduceOp};
+use crate::common::backend::is_on_device;
+use crate::common::lanes::{Lane, Lanes};
 use crate::common::{Algo, Choice, Explain, Handoff, Machine, OverlapConfig, PlanCore, Via, ring};
 use crate::gemm_rs::copies::num_signals;
 use crate::gemm_rs::device::{self, Prepared};
 use crate::gemm_rs::host::Run as Scatter;
-use crate::gemm_rs::{GemmRsInputs, GemmRsPlan, schedule};
+use crate::gemm_rs::{GemmRsDesc, GemmRsInputs, GemmRsPlan, schedule};
+
+/// The most bytes of all rows, in the type of the wire, of which `sequential` by puts is one
+/// product and one collective: its kernels take less time than copy engines with a flag behind each
+/// of their copies. It needs as much memory three times.
+const MOST_SUM_BYTES: usize = 16 << 20;
 
 /// GEMM+AR with its slots and the buffer that reduced rows return to.
 pub struct GemmArPlan {
@@ -26,6 +33,8 @@ pub struct GemmArPlan {
     choice: Choice,
     /// The most bytes of one product of all rows, in f32.
     most_whole: usize,
+    /// On a device, the sum of few rows where `sequential` by puts may be chosen.
+    sum: Option<Box<CollectivePlan>>,
     machine: Machine,
     /// On a heap in device memory, made by `prepare`.
     device: OnceLock<Prepared>,
@@ -34,7 +43,9 @@ pub struct GemmArPlan {
 impl GemmArPlan {
     /// Bytes of symmetric memory that a plan takes on each of `size` ranks.
     pub fn memory(desc: &GemmArDesc, size: usize) -> usize {
-        GemmRsPlan::memory(&desc.0, size) + desc.0.m * desc.0.n * desc.0.out.size()
+        let rows = desc.0.m * desc.0.n * desc.0.out.size();
+        let sum = sum_of(&desc.0, size).map_or(0, |sum| CollectivePlan::memory(&sum, size));
+        GemmRsPlan::memory(&desc.0, size) + rows + sum
     }
 
     /// A plan on `heap`; `config` of `None` leaves the choice to `prepare`: what is predicted to be
@@ -48,7 +59,7 @@ impl GemmArPlan {
     }
 
     /// Makes a plan as [`GemmArPlan::new`], for tests: on a device `sequential` by puts is one
-    /// product of all rows up to so many bytes of them in f32.
+    /// product of all rows up to so many bytes of them in f32, by one collective or not.
     ///
     /// # Errors
     /// As [`GemmArPlan::new`].
@@ -68,11 +79,17 @@ impl GemmArPlan {
         let num = num_signals(choice.max_chunks(), 2);
         let signals = Arc::new(heap.team().signals(num, "gemm_ar")?);
         let text = format!("{} {} {}", d.common(), d.out, choice.text());
-        let core = PlanCore::new("gemm_ar", heap, text)?
+        let core = PlanCore::new("gemm_ar", heap, &text)?
             .using([&slots, &gather], [&signals])
             .lanes_in_turn();
         let (machine, device) = (Machine::of(&heap.device(), desc.0.x)?, OnceLock::new());
-        Ok(Self { desc, core, slots, gather, signals, choice, most_whole, machine, device })
+        let may_sum = is_on_device(heap) && heap.reaches_peers() && choice.may_be(device::is_whole);
+        let few = desc.0.m * desc.0.n * DType::F32.size() <= most_whole;
+        let sum = sum_of(&desc.0, size).filter(|_| may_sum && few);
+        let sum = sum
+            .map(|sum| CollectivePlan::behind(sum, heap, ("gemm_ar", &text)).map(Box::new))
+            .transpose()?;
+        Ok(Self { desc, core, slots, gather, signals, choice, most_whole, sum, machine, device })
     }
 
     /// Collective: must be called by all ranks before the first launch.
@@ -80,7 +97,8 @@ impl GemmArPlan {
     /// # Errors
     /// `Mismatch` if the ranks' plans differ.
     pub fn prepare(&self, stream: &Stream) -> Result<()> {
-        let how = (&self.choice, self.most_whole);
+        let most_whole = if self.sum.is_some() { 0 } else { self.most_whole };
+        let how = (&self.choice, most_whole);
         let make = |lane: &Lane| Prepared::new(lane, &self.desc.0, self.core.team().size(), how);
         self.core.prepare_made(stream, (&self.device, make), || {
             self.core.choose(&self.choice, || self.candidates())?;
@@ -88,9 +106,14 @@ impl GemmArPlan {
             p.agree(self.core.team())?;
             match self.config()?.via {
                 Via::Nccl => p.connect(&self.core, stream, &self.desc.0, true),
-                Via::Puts => Ok(()),
+                Via::Puts => self.sum().map_or(Ok(()), |sum| sum.prepare(stream)),
             }
         })
+    }
+
+    /// The collective that launches are made of, behind one product.
+    fn sum(&self) -> Option<&CollectivePlan> {
+        self.sum.as_deref().filter(|_| self.choice.get().is_ok_and(|c| device::is_whole(&c)))
     }
 
     fn candidates(&self) -> Explain {
@@ -110,7 +133,15 @@ impl GemmArPlan {
         let mut e = self.candidates();
         e.chosen = self.choice.get().unwrap_or(e.chosen);
         if let Some(p) = self.device.get() {
-            e.what = format!("{}\n{}", e.what, p.explain(&e.chosen));
+            let how = match self.sum() {
+                Some(sum) => format!(
+                    "{}\none product of all rows, and its sum: {}",
+                    p.explain_product(),
+                    sum.explain()
+                ),
+                None => p.explain(&e.chosen),
+            };
+            e.what = format!("{}\n{how}", e.what);
         }
         e
     }
@@ -121,6 +152,9 @@ impl GemmArPlan {
     /// `InvalidArgument` if `m` does not fit the shards; `NotPrepared`.
     pub fn predict(&self, m: usize) -> Result<Traffic> {
         let (d, team, cfg) = (&self.desc.0, self.core.team(), self.choice.get()?);
+        if let Some(sum) = self.sum() {
+            return sum.predict(m);
+        }
         let mut t = crate::gemm_rs::predict(d, team, m, &cfg)?;
         if cfg.via == Via::Nccl {
             return Ok(t);
@@ -147,6 +181,9 @@ impl GemmArPlan {
 
     /// Queues the operation for `m` rows (at most the plan's); `out` is `[m, n]`.
     ///
+    /// All ranks get the same bits. An owner adds its own rows in f32, but for the few rows that
+    /// devices sum by one collective: all terms of these are of the wire's type.
+    ///
     /// # Errors
     /// `NotPrepared`, `InvalidArgument` for tensors that do not fit, the fault of the team.
     pub fn launch(&self, stream: &Stream, m: usize, t: GemmRsInputs) -> Result<Pending<Tensor>> {
@@ -172,7 +209,14 @@ impl GemmArPlan {
                 shape: device::Shape { m, rows: &rows, tasks: &tasks, config },
                 gather: Some((&self.gather, &arrivals)),
             };
-            let launch = || device::launch(&self.core, lane, stream, &job, t);
+            let launch = || match self.sum() {
+                Some(sum) => {
+                    let p = device::ready(stream, &job, &t)?;
+                    let multiply = |l: &Lanes<'_>| job.multiply(l, p, &t);
+                    sum.launch_behind((stream, m), (&job.terms(p)?, &t.out), &multiply)
+                }
+                None => device::launch(&self.core, lane, stream, &job, t),
+            };
             return stream.in_launch(launch).map_err(|e| e.op("gemm_ar"));
         }
         let launch = self.core.begin(stream, format_args!("m={m}"))?;
@@ -205,4 +249,12 @@ impl GemmArPlan {
         )?;
         Pending::new(out, stream, Some(team.fault().clone()))
     }
+}
+
+/// The sum of the products over the ranks, where they are few and need nothing else.
+fn sum_of(d: &GemmRsDesc, size: usize) -> Option<CollectiveDesc> {
+    let kind = CollectiveKind::AllReduce(ReduceOp::Sum);
+    let sum = CollectiveDesc { kind, m: d.m, cols: d.n, dtype: d.wire };
+    let few = d.m * d.n * d.wire.size() <= MOST_SUM_BYTES;
+    (few && size > 1 && d.wire == d.out && !d.bias).then_some(sum)
 }

@@ -110,7 +110,8 @@ impl Scratch {
 
     /// Collective: measures a launch, in microseconds on this rank.
     fn time(&self, on: &OnDevice<'_>, stream: &Stream, provider: Option<&Provider>) -> Result<f64> {
-        let given = Given { stream, m: on.base.desc.m, x: &self.x, out: &self.out };
+        let m = on.base.desc.m;
+        let given = Given { stream, m, x: &self.x, out: &self.out, before: None };
         self.clock.time(on.base.core.team(), stream, || launch(on, provider, given).map(drop))
     }
 }

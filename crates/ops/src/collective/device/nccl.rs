@@ -23,7 +23,7 @@ use crate::common::lanes::{Poison, Slots};
 pub(super) fn launch(
     on: &OnDevice<'_>,
     nccl: &Arc<NcclTeam>,
-    Given { stream, m, x, out }: Given<'_>,
+    Given { stream, m, x, out, before: _ }: Given<'_>,
 ) -> Result<Pending<Tensor>> {
     let (base, core, name) = (on.base, &on.base.core, on.base.core.op());
     together_on(stream, &[("x", Some(x)), ("out", Some(out))]).map_err(|e| e.op(name))?;

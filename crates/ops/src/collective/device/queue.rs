@@ -59,7 +59,7 @@ struct Run<'a> {
 /// Queues the collective with its phases.
 pub(super) fn launch(
     on: &OnDevice<'_>,
-    Given { stream, m, x, out }: Given<'_>,
+    Given { stream, m, x, out, before }: Given<'_>,
 ) -> Result<Pending<Tensor>> {
     let (base, lane, core) = (on.base, on.lane, &on.base.core);
     let (first, second) = base.phases(m).map_err(|e| e.op(core.op()))?;
@@ -72,6 +72,7 @@ pub(super) fn launch(
     let (way, outs) = (base.way(m), [Poison::value(to.clone())]);
     if let (Way::Meeting | Way::Whole, Some(meeting)) = (way, &p.meeting) {
         core.run_alone(lane, at, &outs, |l| {
+            before.map_or(Ok(()), |make| make(l))?;
             let run = meeting::Run { l, base, meeting, row, whole: way == Way::Whole };
             run.launch(m, (&first, second.as_ref()), (&from, &to))
         })?;
@@ -83,6 +84,10 @@ pub(super) fn launch(
     let enter = Slots { signals: &base.signals, credit: CREDIT, flags };
     core.run_on(lane, at, &enter, &outs, |l| {
         l.main.hold(|| Arc::new((from.clone(), to.clone())));
+        if let Some(make) = before {
+            make(l)?;
+            l.fork()?;
+        }
         Run { l, base, p, row, small }.first(&first, second.as_ref(), (&from, &to))?;
         p.meeting.as_ref().map_or(Ok(()), |meeting| meeting.leave(l, base))
     })?;

@@ -8,9 +8,10 @@
 
 mod whole;
 
+use std::any::Any;
 use std::ops::Range;
 
-use tilewire_core::{DType, Error, Rank, Result};
+use tilewire_core::{DType, Rank, Result};
 use tilewire_device::cuda::{CudaMemory, NcclOp};
 use tilewire_device::{Buffer, Pending, Stream, Tensor};
 use tilewire_symm::{LiveTeam, Signals, SymBuf};
@@ -26,7 +27,7 @@ use crate::common::lanes::{Lane, Lanes, Poison, Slots};
 use crate::common::nccl::ByNccl;
 use crate::common::reduce::{Reducer, Sum};
 use crate::common::ring::Arrival;
-use crate::common::{Algo, Choice, OverlapConfig, PlanCore, Via, range_of};
+use crate::common::{Algo, Choice, OverlapConfig, PlanCore, Via, not_prepared, range_of};
 use crate::gemm::device::{GemmKernels, Matrix, Product, unscaled};
 use crate::gemm::device::{Widened, kernel_desc};
 use crate::gemm::{BOrder, GemmDesc};
@@ -127,11 +128,22 @@ impl Prepared {
         }
         format!("{}\nmine: {}", self.theirs.explain(), self.mine.explain())
     }
+
+    /// The workspace of a launch.
+    fn held(&self) -> impl Any + Clone + Send + Sync + use<> {
+        let whole = self.whole.as_ref().map(|w| w.sums.clone());
+        (self.partial.clone(), self.own.clone(), whole, self.widened.as_ref().map(Widened::held))
+    }
+
+    /// Describes what makes [`Job::terms`].
+    pub fn explain_product(&self) -> String {
+        self.theirs.explain()
+    }
 }
 
 /// Returns whether all products of a launch come before all transfers, and rows travel as they are
 /// computed: then they can be one product. NCCL's is one by itself.
-fn is_whole(config: &OverlapConfig) -> bool {
+pub(crate) fn is_whole(config: &OverlapConfig) -> bool {
     config.algo == Algo::Sequential && config.via == Via::Puts
 }
 
@@ -155,6 +167,23 @@ pub(crate) struct Job<'a> {
 }
 
 impl Job<'_> {
+    /// The product of all rows, in the wire's type: the plan's workspace, used by one launch at a
+    /// time.
+    pub fn terms(&self, p: &Prepared) -> Result<Tensor> {
+        let (d, m) = (self.desc, self.shape.m);
+        let memory = p.partial.slice(0, m * d.n * d.wire.size())?;
+        Tensor::over_cuda(memory, d.wire, tilewire_core::Shape::d2(m, d.n))
+    }
+
+    /// Queues what makes [`Job::terms`] of tensors that were checked.
+    pub fn multiply(&self, l: &Lanes<'_>, p: &Prepared, t: &GemmRsInputs) -> Result<()> {
+        let run = Run { l, job: self, p, t, me: l.me(), out: t.out.cuda()? };
+        holding(l.main, (t.clone(), p.held()), || {
+            run.widen()?;
+            run.product(&(0..self.shape.m), false)
+        })
+    }
+
     fn copies(&self) -> Copies<'_> {
         let (d, shape) = (self.desc, &self.shape);
         let gather = self.gather.map(|(buf, _)| Gather {
@@ -174,6 +203,7 @@ impl Job<'_> {
     }
 }
 
+/// Work of one launch.
 struct Run<'a> {
     l: &'a Lanes<'a>,
     job: &'a Job<'a>,
@@ -191,6 +221,23 @@ pub(crate) fn launch(
     job: &Job<'_>,
     t: GemmRsInputs,
 ) -> Result<Pending<Tensor>> {
+    let p = ready(stream, job, &t)?;
+    let out = t.out.cuda()?;
+    let at = core.begin_on(stream, format_args!("m={}", job.shape.m))?;
+    let flags = match job.shape.config.via {
+        Via::Nccl => DATA..DATA,
+        Via::Puts => job.copies().flags(),
+    };
+    let enter = Slots { signals: job.signals, credit: CREDIT, flags };
+    core.run_on(lane, at, &enter, &[Poison::value(out.clone())], |l| {
+        let run = Run { l, job, p, t: &t, me: core.team().rank(), out: out.clone() };
+        holding(l.main, (t.clone(), p.held()), || run.run())
+    })?;
+    core.pending(t.out, at)
+}
+
+/// Checks that tensors lie on the stream's device, and returns what `prepare` has made.
+pub(crate) fn ready<'a>(stream: &Stream, job: &Job<'a>, t: &GemmRsInputs) -> Result<&'a Prepared> {
     if t.scale.is_some() && !job.desc.x.is_fp8() {
         return Err(unscaled(job.desc.x));
     }
@@ -202,22 +249,7 @@ pub(crate) fn launch(
         ("out", Some(&t.out)),
     ];
     together_on(stream, &given)?;
-    let out = t.out.cuda()?;
-    let at = core.begin_on(stream, format_args!("m={}", job.shape.m))?;
-    let p = job.prepared.ok_or_else(|| Error::internal("a prepared plan lacks its kernels"))?;
-    let flags = match job.shape.config.via {
-        Via::Nccl => DATA..DATA,
-        Via::Puts => job.copies().flags(),
-    };
-    let enter = Slots { signals: job.signals, credit: CREDIT, flags };
-    core.run_on(lane, at, &enter, &[Poison::value(out.clone())], |l| {
-        let whole = p.whole.as_ref().map(|w| w.sums.clone());
-        let widened = p.widened.as_ref().map(Widened::held);
-        let own = (p.partial.clone(), p.own.clone(), whole, widened);
-        let run = Run { l, job, p, t: &t, me: core.team().rank(), out: out.clone() };
-        holding(l.main, (t.clone(), own), || run.run())
-    })?;
-    core.pending(t.out, at)
+    job.prepared.ok_or_else(not_prepared)
 }
 
 /// All rows of a chunk: its tiles span all columns.
