@@ -370,13 +370,13 @@ abi! {
     /// Tables that are made of offsets.
     "attention/sequences.cu" TwSequences {
         q: TwOffsets, kv: TwOffsets,
-        status: u64,
+        refused: u64, any: u64,
         num: u32, pad: u32,
     }
 
     /// Results that are NaN where the offsets cannot be used.
     "attention/sequences.cu" TwRefuse {
-        status: u64,
+        refused: u64,
         to: [u64; REFUSED], num: [u64; REFUSED],
     }
 

@@ -6,6 +6,8 @@
 mod attention;
 #[path = "gpu/attention_hopper.rs"]
 mod attention_hopper;
+#[path = "gpu/attention_streams.rs"]
+mod attention_streams;
 #[path = "gpu/calls.rs"]
 mod calls;
 #[path = "gpu/common.rs"]

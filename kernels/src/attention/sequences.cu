@@ -6,9 +6,9 @@
 // as many tiles as any offsets need. Each tile that these offsets do not need finds an extra
 // segment, which has its number, and with it no row to compute.
 //
-// Offsets that cannot be used set the status. Their tables have one segment, all rows, of no
-// sequence: nothing reads or writes outside of the tensors. `tw_attn_refuse` then fills the results
-// with NaN.
+// Offsets that cannot be used are marked, for this launch and for the plan. Their tables have one
+// segment, all rows, of no sequence: nothing reads or writes outside of the tensors.
+// `tw_attn_refuse` then fills the results with NaN.
 //
 // Launch: tw_attn_sequences has 1 block of TW_SEQUENCES_THREADS threads. tw_attn_refuse has any
 // blocks of 256 threads.
@@ -30,8 +30,9 @@ struct TwOffsets {
 
 struct TwSequences {
     TwOffsets q, kv;
-    u32* status;  // [2]: 1 if offsets of any launch, or of this one, cannot be used
-    u32 num;      // sequences, at least one
+    u32* refused;  // [1]: 1 if the offsets of this launch cannot be used, else 0
+    u32* any;      // [1]: 1 from the first launch on whose offsets cannot be used
+    u32 num;       // sequences, at least one
     u32 pad;
 };
 
@@ -84,8 +85,8 @@ extern "C" __global__ void __launch_bounds__(TW_SEQUENCES_THREADS) tw_attn_seque
     __syncthreads();
     const u32 bad = refused;
     if (i == 0) {
-        p.status[1] = bad;
-        if (bad != 0) p.status[0] = 1;
+        *p.refused = bad;
+        if (bad != 0) *p.any = 1;
     }
     for (u32 side = 0; side < 2; side++) {
         const TwOffsets& o = side == 0 ? p.q : p.kv;
@@ -121,14 +122,14 @@ extern "C" __global__ void __launch_bounds__(TW_SEQUENCES_THREADS) tw_attn_seque
 // Results of a launch.
 enum : u32 { TW_REFUSED = 5 };
 struct TwRefuse {
-    const u32* status;  // of tw_attn_sequences
+    const u32* refused;  // of tw_attn_sequences
     unsigned short* to[TW_REFUSED];
     u64 num[TW_REFUSED];  // 16-bit words of each
 };
 
 // Fills the results with NaN if the launch's offsets cannot be used.
 extern "C" __global__ void __launch_bounds__(256) tw_attn_refuse(const __grid_constant__ TwRefuse p) {
-    if (p.status[1] == 0) return;
+    if (*p.refused == 0) return;
     const u64 first = (u64)blockIdx.x * 256 + threadIdx.x, step = (u64)gridDim.x * 256;
     for (u32 r = 0; r < TW_REFUSED; r++)
         for (u64 i = first; i < p.num[r]; i += step) p.to[r][i] = 0xffff;

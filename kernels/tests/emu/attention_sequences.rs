@@ -94,7 +94,7 @@ fn sums(of: &[i32]) -> Vec<i32> {
     [0].into_iter().chain(of.iter().map(&mut next)).collect()
 }
 
-/// The tables of both sides, and the status.
+/// The tables of both sides, and whether launches were refused: any, and this one.
 struct Made {
     tables: [Vec<TwSeg>; 2],
     status: [u32; 2],
@@ -106,8 +106,11 @@ fn run(lib: &'static Lib, sides: [&Side; 2], status: [u32; 2]) -> Made {
         m.write(v);
         m
     };
-    let word = Memory::new("status", ANY, 8);
-    word.write(&status);
+    let words = status.map(|v| {
+        let m = Memory::new("status", ANY, 4);
+        m.write(&[v]);
+        m
+    });
     let cu = sides.map(|s| of("cu", &s.cu));
     let at = sides.map(|s| s.at.as_ref().map(|at| of("at", at)));
     let tables =
@@ -123,13 +126,14 @@ fn run(lib: &'static Lib, sides: [&Side; 2], status: [u32; 2]) -> Made {
         longest: sides[i].longest,
     };
     let num = sides[0].num() as u32;
-    let p = TwSequences { q: offsets(0), kv: offsets(1), status: word.addr(), num, pad: 0 };
+    let [any, refused] = words.each_ref().map(Memory::addr);
+    let p = TwSequences { q: offsets(0), kv: offsets(1), refused, any, num, pad: 0 };
     let kernel = lib.kernel("tw_attn_sequences");
     let launch = kernel.launch(SEQUENCES_THREADS).arg(&p);
-    let memory = cu.iter().chain(at.iter().flatten()).chain(&tables).chain([&word]);
+    let memory = cu.iter().chain(at.iter().flatten()).chain(&tables).chain(&words);
     Run::new(1).memory(memory).stream(0, vec![launch]).go().unwrap();
-    let status = word.read::<u32>();
-    Made { tables: tables.each_ref().map(Memory::read), status: [status[0], status[1]] }
+    let status = words.each_ref().map(|w| w.read::<u32>()[0]);
+    Made { tables: tables.each_ref().map(Memory::read), status }
 }
 
 /// The rows of all tiles of a launch, with their segments, as `tw_own` finds these.
@@ -231,18 +235,18 @@ fn refused(lib: &'static Lib) {
             }
         }
     }
-    // The first word stays, the second is of this launch.
+    // What was refused before stays on record; this launch was not.
     assert_eq!(run(lib, [&good, &good], [1, 1]).status, [1, 0]);
 }
 
 /// Results become NaN if the launch was refused, and only these.
 fn results(lib: &'static Lib) {
     let lens = [0usize, 2, 1000, 70_000, 3];
-    for status in [[1u32, 0], [0, 1]] {
-        let word = Memory::new("status", ANY, 8);
-        word.write(&status);
+    for refused in [0u32, 1] {
+        let word = Memory::new("refused", ANY, 4);
+        word.write(&[refused]);
         let outs = lens.map(|n| Memory::new("result", ANY, (2 * n + 16).next_multiple_of(16)));
-        let mut p = TwRefuse { status: word.addr(), to: [0; REFUSED], num: [0; REFUSED] };
+        let mut p = TwRefuse { refused: word.addr(), to: [0; REFUSED], num: [0; REFUSED] };
         for (i, m) in outs.iter().enumerate() {
             m.write(&vec![0x3Cu8; m.len_bytes()]);
             (p.to[i], p.num[i]) = (m.addr(), lens[i] as u64);
@@ -251,7 +255,7 @@ fn results(lib: &'static Lib) {
         let launch = kernel.grid([3, 1, 1], [256, 1, 1]).arg(&p);
         Run::new(1).memory(outs.iter().chain([&word])).stream(0, vec![launch]).go().unwrap();
         for (m, n) in outs.iter().zip(lens) {
-            let want = if status[1] == 1 { 0xffff } else { 0x3C3C };
+            let want = if refused == 1 { 0xffff } else { 0x3C3C };
             let got = m.read::<u16>();
             assert!(got[..n].iter().all(|w| *w == want) && got[n..].iter().all(|w| *w == 0x3C3C));
         }

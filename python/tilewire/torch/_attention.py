@@ -190,8 +190,7 @@ def attention(
             was captured with (repeat the last one for sequences that are not there). There may be
             rows behind the last sequence, which are zero. On a GPU, offsets that do not begin with
             0, descend or go beyond the rows, and sequences longer than the bias, make all results
-            NaN, and calls of equal shapes on two streams must not run at once. Lists, and tensors
-            of the CPU beside a q on a GPU, are of all rows.
+            NaN. Lists, and tensors of the CPU beside a q on a GPU, are of all rows.
 
     Returns:
         of q's form with v's d; with ``return_lse`` also the log-sum-exp [heads, tokens] (or [heads,

@@ -31,7 +31,7 @@ pub struct AttentionPlan {
     desc: AttentionDesc,
     config: AttnConfig,
     backend: AttnBackend,
-    ready: Ready<device::Prepared>,
+    ready: Ready<device::Local>,
     /// On the host: why offsets of a launch could not be used, of the first such launch.
     refused: Refused,
 }
@@ -79,15 +79,21 @@ impl AttentionPlan {
     }
 
     /// Makes what launches on streams of the device of `stream` need: nothing on the host, kernels
-    /// and workspace on a CUDA device. There the launches of one plan must not overlap.
+    /// and workspace on a CUDA device. There each stream that this is called with gets a workspace
+    /// of its own, up to four of them: launches on other streams are in order with some of these. A
+    /// capture gets its own.
     ///
     /// # Errors
     /// `InvalidArgument` during capture, or if the plan is prepared for another device;
     /// `Unavailable` without a compiler; `Unsupported` for head dimensions above 256 on a CUDA
     /// device, and for what the backend that was asked for does not do.
     pub fn prepare(&self, stream: &Stream) -> Result<()> {
-        let make = |ctx: &_| device::Prepared::new(ctx, &self.desc, self.backend);
-        self.ready.prepare(stream, make).map_err(|e| e.op("attention"))
+        let make = |ctx: &_| device::Local::new(ctx, &self.desc, self.backend);
+        let made = self.ready.prepare(stream, make).and_then(|()| match self.ready.on(stream)? {
+            Some((s, p)) => p.prepare(s),
+            None => Ok(()),
+        });
+        made.map_err(|e| e.op("attention"))
     }
 
     /// Raises what launches by offsets have found in these; call after waiting for them.
@@ -158,7 +164,7 @@ impl AttentionPlan {
     ) -> Result<Pending<AttnOut>> {
         let (seqs, rows) = self.begin(stream, inputs).map_err(|e| e.op("attention"))?;
         out.check(&self.desc, rows, inputs).map_err(|e| e.op("attention"))?;
-        let fwd = |s: &CudaStream, p: &device::Prepared| {
+        let fwd = |s: &CudaStream, p: &device::Local| {
             together_on(stream, &[("out", Some(&out.out)), ("lse", Some(&out.lse))])?;
             p.launch_fwd(s, &self.desc, Given { x: inputs, seqs: &seqs, rows }, &out)
         };
@@ -195,7 +201,7 @@ impl AttentionPlan {
     ) -> Result<Pending<AttnGrads>> {
         let (seqs, rows) = self.begin(stream, inputs).map_err(|e| e.op("attention"))?;
         grads.check(&self.desc, rows, inputs, &saved).map_err(|e| e.op("attention"))?;
-        let bwd = |s: &CudaStream, p: &device::Prepared| {
+        let bwd = |s: &CudaStream, p: &device::Local| {
             together_on(stream, &grads.named())?;
             together_on(stream, &saved.named())?;
             let given = Given { x: inputs, seqs: &seqs, rows };

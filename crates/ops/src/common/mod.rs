@@ -20,6 +20,7 @@ mod provider;
 pub(crate) mod reduce;
 pub(crate) mod ring;
 mod shards;
+pub(crate) mod workspaces;
 
 pub(crate) use self::choice::{Choice, fastest};
 pub(crate) use self::core::only_meets;

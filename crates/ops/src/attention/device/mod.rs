@@ -5,11 +5,14 @@ mod forward;
 mod fp8;
 mod hopper;
 mod hopper_grad;
+mod local;
 mod merge;
 mod offsets;
 mod queue;
+mod space;
 
 pub(crate) use forward::{Needs, units};
 pub(crate) use fp8::{Wide, kernel_desc};
+pub(crate) use local::Local;
 pub(crate) use merge::{Merge, Parts};
 pub(crate) use queue::{Prepared, inputs, inputs_bwd, param, param_bwd, part};

@@ -17,8 +17,8 @@ const BLOCKS: u32 = 64;
 pub(crate) struct ByOffsets {
     sequences: Kernel,
     refuse: Kernel,
-    /// `[2]` i32: not 0 if offsets of any launch, or of the last one, could not be used.
-    pub status: Tensor,
+    /// `[1]` i32: not 0 if offsets of any launch could not be used.
+    pub any: Tensor,
 }
 
 /// One table of a launch.
@@ -42,17 +42,18 @@ impl ByOffsets {
     pub fn new(ctx: &CudaContext) -> Result<Self> {
         let m = load(ctx, &SEQUENCES, Vec::new())?;
         let (sequences, refuse) = (m.kernel("tw_attn_sequences")?, m.kernel("tw_attn_refuse")?);
-        let status = Tensor::zeros(DType::I32, Shape::d1(2)).to(&Device::Cuda(ctx.clone()))?;
-        Ok(Self { sequences, refuse, status })
+        let any = Tensor::zeros(DType::I32, Shape::d1(1)).to(&Device::Cuda(ctx.clone()))?;
+        Ok(Self { sequences, refuse, any })
     }
 
-    /// Queues the tables of queries and of keys. The offsets are held.
+    /// Queues the tables of queries and of keys, and the word at `refused`: whether the offsets
+    /// cannot be used. They are held.
     pub fn tables(
         &self,
         stream: &CudaStream,
         d: &AttentionDesc,
         (o, rows): (&AttnOffsets, LocalRows),
-        places: [Place; 2],
+        (places, refused): ([Place; 2], u64),
     ) -> Result<[Side; 2]> {
         let num = o.num();
         // As few as the tiles need at most: each segment ends with a part of one.
@@ -80,24 +81,27 @@ impl ByOffsets {
             sides.push(Side { at: place.at, num: segs as u32, tiles: tiles as u32, rows: tokens });
         }
         let [q, kv] = given;
-        let p = TwSequences { q, kv, status: addr(&self.status)?, num: num as u32, pad: 0 };
+        let any = addr(&self.any)?;
+        let p = TwSequences { q, kv, refused, any, num: num as u32, pad: 0 };
         let args = LaunchArgs::new().arg(&p);
         // SAFETY: the argument is the kernel's `TwSequences`. It reads `num + 1` offsets each
-        // (`AttnOffsets::check`), and writes `segs` segments of each table and the status, which
-        // are held until the kernel has run.
+        // (`AttnOffsets::check`), and writes `segs` segments of each table and two words, which are
+        // held until the kernel has run.
         unsafe { self.sequences.launch(stream, Grid::new(1, SEQUENCES_THREADS), args)? };
         let [q, kv] =
             <[Side; 2]>::try_from(sides).map_err(|_| Error::internal("there are two sides"))?;
         Ok([q, kv])
     }
 
-    /// Queues what makes the results NaN if the offsets of [`ByOffsets::tables`] were refused.
+    /// Queues what makes the results NaN if the offsets of [`ByOffsets::tables`] were refused, as
+    /// the word there says.
     pub fn results<'a>(
         &self,
         stream: &CudaStream,
+        refused: u64,
         outs: impl IntoIterator<Item = &'a Tensor>,
     ) -> Result<()> {
-        let mut p = TwRefuse { status: addr(&self.status)?, ..TwRefuse::zeroed() };
+        let mut p = TwRefuse { refused, ..TwRefuse::zeroed() };
         for (i, t) in outs.into_iter().take(REFUSED).enumerate() {
             (p.to[i], p.num[i]) = (addr(t)?, t.len_bytes() as u64 / 2);
         }

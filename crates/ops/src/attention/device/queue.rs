@@ -1,6 +1,7 @@
 //! The kernels of attention, and what queues them.
 
 use std::any::Any;
+use std::sync::Arc;
 
 use bytemuck::Zeroable;
 use tilewire_core::{DType, Error, Result};
@@ -15,17 +16,15 @@ use super::forward::{
     Attend, Forward, Needs, ROWS, Tiled, code, core_lacks, fitting, not_by_hopper, plain, results,
     variant,
 };
-use super::fp8::{Wide, kernel_desc};
+use super::fp8::kernel_desc;
 use super::hopper::{self, Hopper};
 use super::hopper_grad::{self, Gradients};
 use super::offsets::{ByOffsets, Place, Side, table_bytes};
+use super::space::{Sizes, Space};
 use crate::attention::desc::bound;
-use crate::attention::launch::Given;
-use crate::attention::table::{number_tiles, whole};
-use crate::attention::{
-    AttentionDesc, AttnBackend, AttnGrads, AttnInputs, AttnOut, AttnSaved, LocalRows,
-};
-use crate::common::cuda::{addr, fit_32_bits, hold, holding, load, no_kernel, workspace};
+use crate::attention::table::number_tiles;
+use crate::attention::{AttentionDesc, AttnBackend, AttnGrads, AttnInputs, AttnSaved, LocalRows};
+use crate::common::cuda::{addr, fit_32_bits, load, no_kernel};
 
 /// `p` with another place for its result over some of the keys, which is f32.
 pub(crate) fn part(p: TwAttn, out: u64, lse: u64) -> TwAttn {
@@ -54,26 +53,21 @@ struct Backward {
     /// Type of dk and dv.
     dkv_type: u32,
     bias_and_sink: Option<(Kernel, Kernel)>,
-    /// `[Hq, tokens_q]` f32.
-    delta_memory: CudaMemory,
 }
 
-/// Segments of queries for the forward kernel and for dq, and of keys: three tables in device
-/// memory. Written by a kernel in front of each launch, because launches may bring their own.
-struct Tables {
-    memory: CudaMemory,
-    /// Most segments of one table.
-    capacity: usize,
-}
-
-/// Kernels and workspace of a plan. Its launches must not overlap: one stream at a time.
-pub(crate) struct Prepared {
-    forward: Forward,
+/// The kernels of a plan.
+pub(super) struct Kernels {
+    pub forward: Forward,
     backward: Backward,
-    tables: Tables,
-    by_offsets: ByOffsets,
-    /// With FP8 inputs of one rank.
-    wide: Option<Wide>,
+    pub by_offsets: ByOffsets,
+    pub sizes: Sizes,
+}
+
+/// Kernels and the workspace of one launch at a time: launches by it must not overlap.
+#[derive(Clone)]
+pub(crate) struct Prepared {
+    pub(super) kernels: Arc<Kernels>,
+    pub(super) space: Arc<Space>,
 }
 
 /// The most segments of a table; fails for what no kernel does. Pure.
@@ -133,8 +127,8 @@ impl Backward {
                 Some((m.kernel("tw_attn_dbias")?, m.kernel("tw_attn_dsink")?))
             }
         };
-        let (delta_memory, dkv_type) = (workspace(ctx, 4 * needs.queries)?, code(needs.dkv));
-        Ok(Self { delta, make, name, dkv_type, bias_and_sink, delta_memory })
+        let dkv_type = code(needs.dkv);
+        Ok(Self { delta, make, name, dkv_type, bias_and_sink })
     }
 
     fn portable(ctx: &CudaContext, d: &AttentionDesc, needs: &Needs) -> Result<(Delta, Make)> {
@@ -172,11 +166,11 @@ impl Backward {
 
 /// The tables of a backward pass.
 pub(crate) struct Sides {
-    queries: Side,
-    keys: Side,
+    pub(super) queries: Side,
+    pub(super) keys: Side,
 }
 
-impl Prepared {
+impl Kernels {
     /// For all rows of the description on one rank.
     pub fn new(ctx: &CudaContext, d: &AttentionDesc, backend: AttnBackend) -> Result<Self> {
         let queries = d.heads_q * d.sequences.tokens_q;
@@ -188,13 +182,13 @@ impl Prepared {
         if backend == AttnBackend::Hopper {
             return Err(not_by_hopper(&hopper::unfit(d).unwrap_or_default()));
         }
+        let mut new = Self::sized(ctx, &kernel_desc(d), &needs, backend)?;
         let rows = (queries, d.heads_kv * d.sequences.tokens_kv);
-        let new = Self::sized(ctx, &kernel_desc(d), &needs, backend)?;
-        Ok(Self { wide: Some(Wide::new(ctx, d, rows)?), ..new })
+        new.sizes.wide = Some((d.clone(), rows));
+        Ok(new)
     }
 
-    /// For a description of wide types.
-    pub fn sized(
+    fn sized(
         ctx: &CudaContext,
         d: &AttentionDesc,
         needs: &Needs,
@@ -204,16 +198,58 @@ impl Prepared {
         Ok(Self {
             forward: Forward::new(ctx, d, needs, backend)?,
             backward: Backward::new(ctx, d, needs, backend)?,
-            tables: Tables { memory: workspace(ctx, 3 * table_bytes(segs))?, capacity: segs },
             by_offsets: ByOffsets::new(ctx)?,
-            wide: None,
+            sizes: Sizes { segs, queries: needs.queries, wide: None },
         })
     }
 
-    /// Returns how it is computed, in words.
     pub fn explain(&self) -> String {
-        let fp8 = if self.wide.is_some() { ", FP8 widened to f32" } else { "" };
+        let fp8 = if self.sizes.wide.is_some() { ", FP8 widened to f32" } else { "" };
         format!("CUDA, {}{fp8}; backward {}", self.forward.name, self.backward.name)
+    }
+
+    /// Returns whether the forward pass of these rows writes no table: a launch contains them.
+    pub fn takes_few(&self, (q, kv): &(Vec<TwSeg>, Vec<TwSeg>)) -> bool {
+        matches!(self.forward.attend, Attend::Hopper(_)) && Hopper::takes_few([q, kv])
+    }
+
+    /// Queues the forward pass of tensors that are held, of rows that [`Kernels::takes_few`]
+    /// accepts.
+    pub fn attend_few(
+        &self,
+        stream: &CudaStream,
+        d: &AttentionDesc,
+        p: &TwAttn,
+        (mut q, kv): (Vec<TwSeg>, Vec<TwSeg>),
+    ) -> Result<()> {
+        let Attend::Hopper(h) = &self.forward.attend else {
+            return Err(Error::internal("a launch that no kernel contains"));
+        };
+        let tiles = number_tiles(&mut q, h.rows());
+        if tiles == 0 || p.heads_q == 0 {
+            return Ok(());
+        }
+        let tokens_kv = kv.iter().map(|s| s.len as usize).sum();
+        aligned(d, &[("q", p.q), ("k", p.k), ("v", p.v), ("out", p.out)])?;
+        let p = TwAttn { num_own: q.len() as u32, tiles, ..*p };
+        // SAFETY: what `p` points to was checked against the description (shapes, types, the same
+        // device), begins at multiples of 16 bytes (`aligned`), and is held by the stream; the
+        // launch contains its segments.
+        unsafe { h.launch(stream, d, (&p, tokens_kv), Some([&q, &kv])) }
+    }
+}
+
+impl Prepared {
+    /// For a description of wide types.
+    pub fn sized(
+        ctx: &CudaContext,
+        d: &AttentionDesc,
+        needs: &Needs,
+        backend: AttnBackend,
+    ) -> Result<Self> {
+        let kernels = Arc::new(Kernels::sized(ctx, d, needs, backend)?);
+        let space = Arc::new(Space::new(ctx, &kernels.sizes)?);
+        Ok(Self { kernels, space })
     }
 
     /// Queues the writing of table `which`.
@@ -224,9 +260,9 @@ impl Prepared {
         mut segs: Vec<TwSeg>,
         rows: u64,
     ) -> Result<Side> {
-        if segs.len() > self.tables.capacity {
+        if segs.len() > self.kernels.sizes.segs {
             return Err(Error::invalid("the launch has more sequences than the plan was made for")
-                .expected(format_args!("at most {} pieces of them", self.tables.capacity))
+                .expected(format_args!("at most {} pieces of them", self.kernels.sizes.segs))
                 .seen(segs.len()));
         }
         let tiles = number_tiles(&mut segs, rows);
@@ -239,71 +275,49 @@ impl Prepared {
             let args = LaunchArgs::new().arg(&t);
             // SAFETY: the argument is the kernel's `TwTable`; it writes `num` segments at `to`,
             // inside of the tables (checked above), which are `held` until the kernel has run.
-            unsafe { self.forward.table.launch(stream, Grid::new(1, TABLE as u32), args)? };
+            unsafe { self.kernels.forward.table.launch(stream, Grid::new(1, TABLE as u32), args)? };
         }
         let rows = segs.iter().map(|s| s.len as usize).sum();
         Ok(Side { at, num: segs.len() as u32, tiles, rows })
     }
 
     /// Returns table `which`, for tiles of `tile` rows.
-    fn place(&self, which: usize, tile: u64) -> Place {
-        let Tables { memory, capacity } = &self.tables;
-        let at = memory.addr() + (which * table_bytes(*capacity)) as u64;
-        Place { at, capacity: *capacity, tile }
+    pub(super) fn place(&self, which: usize, tile: u64) -> Place {
+        let capacity = self.kernels.sizes.segs;
+        let at = self.space.tables.addr() + (which * table_bytes(capacity)) as u64;
+        Place { at, capacity, tile }
     }
 
-    /// Returns `[2]` i32, not 0 if offsets of any launch, and of the last one, cannot be used.
-    pub fn status(&self) -> &Tensor {
-        &self.by_offsets.status
-    }
-
-    /// Queues the clearing of the status.
-    pub fn reset(&self, stream: &CudaStream) -> Result<()> {
-        hold(stream, self.by_offsets.status.clone());
-        // SAFETY: the status lies at this address, and is held until it is cleared.
-        unsafe { stream.fill(addr(&self.by_offsets.status)?, 0, 8) }
+    /// Returns the tables of queries and of keys of a backward pass.
+    pub(super) fn places(&self) -> [Place; 2] {
+        let (of_q, of_kv) = self.kernels.backward.rows();
+        [self.place(1, of_q), self.place(2, of_kv)]
     }
 
     /// Returns what queued kernels refer to.
     pub fn held(&self, tensors: Vec<Tensor>) -> impl Any + Clone + Send + Sync + use<> {
-        let own = (self.tables.memory.clone(), self.backward.delta_memory.clone());
-        let own = (own, self.by_offsets.status.clone());
-        (tensors, own, self.wide.as_ref().map(Wide::held))
+        (tensors, self.space.clone(), self.kernels.by_offsets.any.clone())
     }
 
     /// Returns the memory that [`Prepared::delta`] writes to.
     pub fn delta_memory(&self) -> &CudaMemory {
-        &self.backward.delta_memory
+        &self.space.delta
     }
 
-    pub fn launch_fwd(
-        &self,
-        stream: &CudaStream,
-        d: &AttentionDesc,
-        Given { x, seqs, rows }: Given<'_>,
-        out: &AttnOut,
-    ) -> Result<()> {
-        let p = TwAttn { out: addr(&out.out)?, lse: addr(&out.lse)?, ..param(d, x, rows)? };
-        let held = [inputs(x), vec![out.out.clone(), out.lse.clone()]].concat();
-        holding(stream, self.held(held), || {
-            let p = self.widened(stream, d, (x, rows), p)?;
-            let Some(o) = &x.offsets else { return self.forward(stream, d, &p, whole(seqs)) };
-            let places = [self.place(0, self.forward.rows()), self.place(2, 1)];
-            let [own, other] = self.by_offsets.tables(stream, d, (o, rows), places)?;
-            self.attend(stream, d, &p, (&own, &other))?;
-            self.by_offsets.results(stream, [&out.out, &out.lse])
-        })
+    /// Returns what makes tables of offsets, and where a launch keeps that it was refused.
+    pub(super) fn by_offsets(&self) -> (&ByOffsets, u64) {
+        (&self.kernels.by_offsets, self.space.refused.addr())
     }
 
     /// With FP8, queues q, k and v in f32. The inputs are held.
-    fn widened(
+    pub(super) fn widened(
         &self,
         stream: &CudaStream,
         d: &AttentionDesc,
         x: (&AttnInputs, LocalRows),
         p: TwAttn,
     ) -> Result<TwAttn> {
-        self.wide.as_ref().map_or(Ok(p), |w| w.inputs(stream, d, x, p))
+        self.space.wide.as_ref().map_or(Ok(p), |w| w.inputs(stream, d, x, p))
     }
 
     /// Queues the forward pass of tensors that are held, with the rows of the tables.
@@ -312,28 +326,19 @@ impl Prepared {
         stream: &CudaStream,
         d: &AttentionDesc,
         p: &TwAttn,
-        (mut q, kv): (Vec<TwSeg>, Vec<TwSeg>),
+        tables: (Vec<TwSeg>, Vec<TwSeg>),
     ) -> Result<()> {
-        if let Attend::Hopper(h) = &self.forward.attend
-            && Hopper::takes_few([&q, &kv])
-        {
-            let tiles = number_tiles(&mut q, h.rows());
-            if tiles == 0 || p.heads_q == 0 {
-                return Ok(());
-            }
-            let tokens_kv = kv.iter().map(|s| s.len as usize).sum();
-            aligned(d, &[("q", p.q), ("k", p.k), ("v", p.v), ("out", p.out)])?;
-            let p = TwAttn { num_own: q.len() as u32, tiles, ..*p };
-            // SAFETY: as below; the launch contains its segments.
-            return unsafe { h.launch(stream, d, (&p, tokens_kv), Some([&q, &kv])) };
+        if self.kernels.takes_few(&tables) {
+            return self.kernels.attend_few(stream, d, p, tables);
         }
+        let (q, kv) = tables;
         let other = self.write(stream, 2, kv, 1)?;
-        let own = self.write(stream, 0, q, self.forward.rows())?;
+        let own = self.write(stream, 0, q, self.kernels.forward.rows())?;
         self.attend(stream, d, p, (&own, &other))
     }
 
     /// Queues the forward pass of tables in device memory.
-    fn attend(
+    pub(super) fn attend(
         &self,
         stream: &CudaStream,
         d: &AttentionDesc,
@@ -341,9 +346,9 @@ impl Prepared {
         (own, other): (&Side, &Side),
     ) -> Result<()> {
         aligned(d, &[("q", p.q), ("k", p.k), ("v", p.v), ("out", p.out)])?;
-        match &self.forward.attend {
+        match &self.kernels.forward.attend {
             Attend::Portable(f) => {
-                let f = self.forward.portable_for(f, (d, p.out_type));
+                let f = self.kernels.forward.portable_for(f, (d, p.out_type));
                 launch(stream, f, p.heads_q, p, (own, other))
             }
             Attend::Hopper(_) if own.tiles == 0 || p.heads_q == 0 => Ok(()),
@@ -357,45 +362,17 @@ impl Prepared {
         }
     }
 
-    pub fn launch_bwd(
-        &self,
-        stream: &CudaStream,
-        d: &AttentionDesc,
-        Given { x, seqs, rows }: Given<'_>,
-        (saved, grads): (&AttnSaved, &AttnGrads),
-    ) -> Result<()> {
-        let p = param_bwd(d, x, rows, (saved, grads))?;
-        let p = TwAttn { delta: self.backward.delta_memory.addr(), ..p };
-        holding(stream, self.held(inputs_bwd(x, saved, grads)), || {
-            self.delta(stream, d, &p)?;
-            let p = self.widened(stream, d, (x, rows), p)?;
-            let tables = match &x.offsets {
-                None => self.tables(stream, whole(seqs))?,
-                Some(o) => {
-                    let (of_q, of_kv) = self.backward.rows();
-                    let places = [self.place(1, of_q), self.place(2, of_kv)];
-                    let [queries, keys] = self.by_offsets.tables(stream, d, (o, rows), places)?;
-                    Sides { queries, keys }
-                }
-            };
-            self.keys(stream, d, &p, &tables)?;
-            self.queries(stream, d, &p, &tables)?;
-            let outs = grads.named().into_iter().filter_map(|(_, t)| t);
-            x.offsets.as_ref().map_or(Ok(()), |_| self.by_offsets.results(stream, outs))
-        })
-    }
-
     /// Queues `delta = <d_out, out>`.
     pub fn delta(&self, stream: &CudaStream, d: &AttentionDesc, p: &TwAttn) -> Result<()> {
         aligned(d, &[("out", p.out), ("d_out", p.d_out)])?;
-        let Delta { kernel, rows } = &self.backward.delta;
+        let Delta { kernel, rows } = &self.kernels.backward.delta;
         let blocks = (u64::from(p.tokens_q) * u64::from(p.heads_q)).div_ceil(*rows as u64);
         run(stream, kernel, Grid::new(blocks as u32, 256), p)
     }
 
     /// Queues the tables of a backward pass. They serve until the next ones are queued.
     pub fn tables(&self, stream: &CudaStream, (q, kv): (Vec<TwSeg>, Vec<TwSeg>)) -> Result<Sides> {
-        let (of_q, of_kv) = self.backward.rows();
+        let (of_q, of_kv) = self.kernels.backward.rows();
         let keys = self.write(stream, 2, kv, of_kv)?;
         Ok(Sides { keys, queries: self.write(stream, 1, q, of_q)? })
     }
@@ -411,8 +388,8 @@ impl Prepared {
     ) -> Result<()> {
         aligned(d, &[("q", p.q), ("k", p.k), ("v", p.v), ("d_out", p.d_out)])?;
         aligned(d, &[("dk", p.dk), ("dv", p.dv)])?;
-        let p = TwAttn { out_type: self.backward.dkv_type, ..*p };
-        match &self.backward.make {
+        let p = TwAttn { out_type: self.kernels.backward.dkv_type, ..*p };
+        match &self.kernels.backward.make {
             Make::Portable(_, dkv) => dkv
                 .iter()
                 .try_for_each(|k| launch(stream, k, p.heads_kv, &p, (&t.keys, &t.queries))),
@@ -437,7 +414,7 @@ impl Prepared {
         t: &Sides,
     ) -> Result<()> {
         aligned(d, &[("q", p.q), ("k", p.k), ("v", p.v), ("d_out", p.d_out), ("dq", p.dq)])?;
-        match &self.backward.make {
+        match &self.kernels.backward.make {
             Make::Portable(dq, _) => launch(stream, dq, p.heads_q, p, (&t.queries, &t.keys))?,
             Make::Hopper(_) if t.queries.tiles == 0 => (),
             Make::Hopper(g) => {
@@ -451,7 +428,7 @@ impl Prepared {
     }
 
     fn bias_and_sink(&self, stream: &CudaStream, d: &AttentionDesc, p: TwAttn) -> Result<()> {
-        let Some((dbias, dsink)) = &self.backward.bias_and_sink else { return Ok(()) };
+        let Some((dbias, dsink)) = &self.kernels.backward.bias_and_sink else { return Ok(()) };
         if let (Some(b), true) = (d.bias, p.dbias != 0) {
             let elements = b.heads * b.sq * b.skv;
             run(stream, dbias, Grid::new(elements.div_ceil(256) as u32, 256), &p)?;

@@ -11,10 +11,11 @@ use tilewire_kernels::SM80_GROUPED_GEMM;
 use tilewire_kernels::abi::{TwAddresses, TwGemm, TwGrouped};
 
 use super::hopper::{self, Hopper};
-use super::workspace::{Widened, Workspace, Workspaces};
+use super::workspace::{Widened, Workspace};
 use crate::common::Bias;
 use crate::common::cuda::{addr, fit_32_bits, gemm_defines, hold, load, too_few_sms};
 use crate::common::kernel::GemmChoice;
+use crate::common::workspaces::Workspaces;
 use crate::gemm::device::Wide;
 use crate::gemm::device::bias_flag;
 use crate::gemm::device::{A_KM, ACT_SHIFT, B_KN, SUMS, TILE, TILE_F32, Tile, act_code, out_code};
@@ -49,7 +50,7 @@ pub(crate) struct Prepared {
     dbias: Kernel,
     dact: Kernel,
     fill_table: Kernel,
-    workspaces: Workspaces,
+    workspaces: Workspaces<Workspace>,
     choice: GemmChoice,
     /// Or why not.
     hopper: std::result::Result<Hopper, String>,
@@ -118,7 +119,8 @@ impl Prepared {
         choice.check()?;
         let tile = check(desc)?;
         let hopper = Self::hopper(ctx, desc, choice)?;
-        let workspaces = Workspaces::new(ctx, desc);
+        let all = *desc;
+        let workspaces = Workspaces::new(ctx, move |ctx| Workspace::new(ctx, &all));
         let desc = &match desc.dtype.is_fp8() {
             true => GroupedDesc { dtype: DType::F32, ..*desc },
             false => *desc,

@@ -1,19 +1,11 @@
-//! The workspaces of launches on a CUDA device: one for each stream whose launches are to run
-//! beside those of others, and one for each stream of a captured graph.
-
-use std::sync::{Arc, Mutex, PoisonError, Weak};
+//! The workspace of launches on a CUDA device.
 
 use tilewire_core::{DType, Result};
-use tilewire_device::cuda::{CudaContext, CudaEvent, CudaMemory, CudaStream, StreamKey};
-use tilewire_device::{Point, Queue};
+use tilewire_device::cuda::{CudaContext, CudaMemory};
 
-use crate::common::cuda::{hold, holding, workspace};
+use crate::common::cuda::workspace;
 use crate::gemm::device::Wide;
 use crate::grouped_gemm::GroupedDesc;
-
-/// Streams that have a workspace of their own, at most. Launches on more are in order with some of
-/// them.
-const MOST: usize = 4;
 
 /// Workspace for the f32 of FP8 operands.
 pub(super) struct Widened {
@@ -30,7 +22,7 @@ pub(super) struct Workspace {
 }
 
 impl Workspace {
-    fn new(ctx: &CudaContext, d: &GroupedDesc) -> Result<Self> {
+    pub fn new(ctx: &CudaContext, d: &GroupedDesc) -> Result<Self> {
         let wide = |dtype: DType| -> Result<_> {
             Ok(Widened {
                 x: Wide::new(ctx, dtype, d.capacity, d.k)?,
@@ -42,101 +34,5 @@ impl Workspace {
             table: workspace(ctx, 8 * d.groups)?,
             widened: d.dtype.is_fp8().then(|| wide(d.dtype)).transpose()?,
         })
-    }
-}
-
-/// A workspace of launches that are no part of a graph.
-struct Slot {
-    /// The stream that has used it last, behind whose work it is free.
-    of: StreamKey,
-    last: CudaEvent,
-    space: Arc<Workspace>,
-}
-
-#[derive(Default)]
-struct State {
-    /// By use, the latest at the end.
-    slots: Vec<Slot>,
-    /// Those of graphs, which keep them: for the other launches of the same capture.
-    captured: Vec<(StreamKey, Weak<Workspace>)>,
-}
-
-/// The workspaces of a plan.
-pub(super) struct Workspaces {
-    ctx: CudaContext,
-    desc: GroupedDesc,
-    /// Locked while a launch is queued: another thread's would come between its parts.
-    state: Mutex<State>,
-}
-
-impl Workspaces {
-    /// None yet.
-    pub fn new(ctx: &CudaContext, desc: &GroupedDesc) -> Self {
-        Self { ctx: ctx.clone(), desc: *desc, state: Mutex::default() }
-    }
-
-    fn make(&self) -> Result<Arc<Workspace>> {
-        Workspace::new(&self.ctx, &self.desc).map(Arc::new)
-    }
-
-    /// Gives `stream` a workspace of its own, if there are not enough of them.
-    ///
-    /// # Errors
-    /// Out of memory.
-    pub fn prepare(&self, stream: &CudaStream) -> Result<()> {
-        let mut s = self.state.lock().unwrap_or_else(PoisonError::into_inner);
-        let of = stream.key();
-        if s.slots.len() < MOST && s.slots.iter().all(|slot| slot.of != of) {
-            let last = CudaEvent::new(&self.ctx, false)?;
-            s.slots.push(Slot { of, last, space: self.make()? });
-        }
-        Ok(())
-    }
-
-    /// Queues a launch by `queue` with a workspace that nothing else on the device uses meanwhile:
-    /// that of the stream; or one that is not in use; or the one that was used first, behind what
-    /// uses it. Nothing is allocated and nobody waits but the device. A capture gets one of its
-    /// own, once for each of its streams, and its graph keeps it.
-    ///
-    /// # Errors
-    /// Those of `queue`; what the driver reports; out of memory in a capture.
-    pub fn with<T>(
-        &self,
-        stream: &CudaStream,
-        queue: impl FnOnce(&Arc<Workspace>) -> Result<T>,
-    ) -> Result<T> {
-        let mut s = self.state.lock().unwrap_or_else(PoisonError::into_inner);
-        let of = stream.key();
-        if of.is_captured() {
-            let space = self.of_capture(&mut s, of)?;
-            hold(stream, space.clone());
-            return queue(&space);
-        }
-        let own = s.slots.iter().position(|slot| slot.of == of);
-        let at = own.or_else(|| s.slots.iter().position(|slot| slot.last.is_done())).unwrap_or(0);
-        let mut slot = s.slots.remove(at);
-        let queued = || -> Result<T> {
-            if slot.of != of {
-                stream.wait(&slot.last)?;
-                slot.of = of;
-            }
-            holding(stream, slot.space.clone(), || queue(&slot.space))
-        };
-        let done = queued();
-        // Of a launch that has failed, too, some of whose work may be queued.
-        let recorded = stream.record(&slot.last);
-        s.slots.push(slot);
-        done.and_then(|done| recorded.map(|()| done))
-    }
-
-    fn of_capture(&self, s: &mut State, of: StreamKey) -> Result<Arc<Workspace>> {
-        s.captured.retain(|(_, space)| space.strong_count() > 0);
-        let known = s.captured.iter().find(|(key, _)| *key == of);
-        if let Some(space) = known.and_then(|(_, space)| space.upgrade()) {
-            return Ok(space);
-        }
-        let space = self.make()?;
-        s.captured.push((of, Arc::downgrade(&space)));
-        Ok(space)
     }
 }

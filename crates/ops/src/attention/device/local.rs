@@ -1,0 +1,120 @@
+//! Attention of one rank: each stream, and each captured graph, has a workspace of its own.
+
+use std::sync::Arc;
+
+use tilewire_core::Result;
+use tilewire_device::Tensor;
+use tilewire_device::cuda::{CudaContext, CudaStream};
+use tilewire_kernels::abi::TwAttn;
+
+use super::queue::{Kernels, Prepared, Sides, inputs, inputs_bwd, param, param_bwd};
+use super::space::Space;
+use crate::attention::launch::Given;
+use crate::attention::table::whole;
+use crate::attention::{AttentionDesc, AttnBackend, AttnGrads, AttnOut, AttnSaved};
+use crate::common::cuda::{addr, hold, holding};
+use crate::common::workspaces::Workspaces;
+
+/// Kernels and workspaces of a plan. Launches on different streams may overlap.
+pub(crate) struct Local {
+    kernels: Arc<Kernels>,
+    spaces: Workspaces<Space>,
+}
+
+impl Local {
+    pub fn new(ctx: &CudaContext, d: &AttentionDesc, backend: AttnBackend) -> Result<Self> {
+        let kernels = Arc::new(Kernels::new(ctx, d, backend)?);
+        let k = kernels.clone();
+        Ok(Self { kernels, spaces: Workspaces::new(ctx, move |ctx| Space::new(ctx, &k.sizes)) })
+    }
+
+    /// Gives `stream` a workspace of its own.
+    pub fn prepare(&self, stream: &CudaStream) -> Result<()> {
+        self.spaces.prepare(stream)
+    }
+
+    /// Returns how it is computed, in words.
+    pub fn explain(&self) -> String {
+        self.kernels.explain()
+    }
+
+    /// Returns `[1]` i32, not 0 if offsets of any launch cannot be used.
+    pub fn status(&self) -> &Tensor {
+        &self.kernels.by_offsets.any
+    }
+
+    /// Queues the clearing of the status.
+    pub fn reset(&self, stream: &CudaStream) -> Result<()> {
+        hold(stream, self.status().clone());
+        // SAFETY: the status lies at this address, and is held until it is cleared.
+        unsafe { stream.fill(addr(self.status())?, 0, 4) }
+    }
+
+    fn with(&self, stream: &CudaStream, queue: impl FnOnce(&Prepared) -> Result<()>) -> Result<()> {
+        self.spaces.with(stream, |space| {
+            queue(&Prepared { kernels: self.kernels.clone(), space: space.clone() })
+        })
+    }
+
+    /// Queues the forward pass of tensors that were checked.
+    pub fn launch_fwd(
+        &self,
+        stream: &CudaStream,
+        d: &AttentionDesc,
+        Given { x, seqs, rows }: Given<'_>,
+        out: &AttnOut,
+    ) -> Result<()> {
+        let p = TwAttn { out: addr(&out.out)?, lse: addr(&out.lse)?, ..param(d, x, rows)? };
+        let held = [inputs(x), vec![out.out.clone(), out.lse.clone()]].concat();
+        let tables = x.offsets.is_none().then(|| whole(seqs));
+        if let Some(few) =
+            tables.as_ref().filter(|t| !d.dtype.is_fp8() && self.kernels.takes_few(t))
+        {
+            return holding(stream, held, || self.kernels.attend_few(stream, d, &p, few.clone()));
+        }
+        self.with(stream, |by| {
+            holding(stream, by.held(held), || {
+                let p = by.widened(stream, d, (x, rows), p)?;
+                let (Some(o), None) = (&x.offsets, &tables) else {
+                    return by.forward(stream, d, &p, tables.unwrap_or_default());
+                };
+                let (offsets, refused) = by.by_offsets();
+                let places = [by.place(0, self.kernels.forward.rows()), by.place(2, 1)];
+                let [own, other] = offsets.tables(stream, d, (o, rows), (places, refused))?;
+                by.attend(stream, d, &p, (&own, &other))?;
+                offsets.results(stream, refused, [&out.out, &out.lse])
+            })
+        })
+    }
+
+    /// Queues the backward pass of tensors that were checked.
+    pub fn launch_bwd(
+        &self,
+        stream: &CudaStream,
+        d: &AttentionDesc,
+        Given { x, seqs, rows }: Given<'_>,
+        (saved, grads): (&AttnSaved, &AttnGrads),
+    ) -> Result<()> {
+        let p = param_bwd(d, x, rows, (saved, grads))?;
+        self.with(stream, |by| {
+            let p = TwAttn { delta: by.delta_memory().addr(), ..p };
+            holding(stream, by.held(inputs_bwd(x, saved, grads)), || {
+                by.delta(stream, d, &p)?;
+                let p = by.widened(stream, d, (x, rows), p)?;
+                let (offsets, refused) = by.by_offsets();
+                let tables = match &x.offsets {
+                    None => by.tables(stream, whole(seqs))?,
+                    Some(o) => {
+                        let places = (by.places(), refused);
+                        let [queries, keys] = offsets.tables(stream, d, (o, rows), places)?;
+                        Sides { queries, keys }
+                    }
+                };
+                by.keys(stream, d, &p, &tables)?;
+                by.queries(stream, d, &p, &tables)?;
+                let outs = grads.named().into_iter().filter_map(|(_, t)| t);
+                x.offsets.as_ref().map_or(Ok(()), |_| offsets.results(stream, refused, outs))
+            })
+        })
+    }
+}
