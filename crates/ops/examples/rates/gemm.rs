@@ -74,14 +74,7 @@ fn bench(ctx: &CudaContext, shape @ [m, n, k]: [usize; 3]) -> Result<()> {
         let bias = Tensor::zeros_on(&device, DType::F32, Shape::d1(n))?;
         let mut turns = Vec::new();
         for backend in [GemmBackend::CublasLt, GemmBackend::Hopper, GemmBackend::Portable] {
-            let plan = GemmPlan::with_backend(desc, backend)?;
-            match plan.prepare(&stream) {
-                Err(e) if e.is_unsupported() || e.is_unavailable() => continue,
-                r => r?,
-            }
-            // One line, as it stands in a string.
-            let explain =
-                plan.explain().lines().last().unwrap_or_default().replace(['"', '\\'], "'");
+            let Some((plan, explain)) = prepared(&stream, desc, backend)? else { continue };
             let (stream, a, b, out, bias) = (&stream, &a, &b, &out, &bias);
             let launch: Launch<'_> = Box::new(move || {
                 let bias = desc.epilogue.bias.then(|| bias.clone());
@@ -109,8 +102,24 @@ fn bench(ctx: &CudaContext, shape @ [m, n, k]: [usize; 3]) -> Result<()> {
     Ok(())
 }
 
+/// A plan and how it computes; none where the backend cannot.
+pub(crate) fn prepared(
+    stream: &Stream,
+    desc: GemmDesc,
+    backend: GemmBackend,
+) -> Result<Option<(GemmPlan, String)>> {
+    let plan = GemmPlan::with_backend(desc, backend)?;
+    match plan.prepare(stream) {
+        Err(e) if e.is_unsupported() || e.is_unavailable() => return Ok(None),
+        r => r?,
+    }
+    // One line, as it stands in a string.
+    let explain = plan.explain().lines().last().unwrap_or_default().replace(['"', '\\'], "'");
+    Ok(Some((plan, explain)))
+}
+
 /// The fastest of cuBLASLt's first algorithms for a product, by a first pass of a few runs each.
-fn fastest<'a>(
+pub(crate) fn fastest<'a>(
     ctx: &CudaContext,
     stream: &'a Stream,
     d: &GemmDesc,

@@ -37,23 +37,26 @@ pub(crate) fn main() -> Result<()> {
     let given: Vec<[usize; 4]> = std::env::args().skip(2).filter_map(shape).collect();
     let only: Vec<String> = std::env::args().skip(2).filter(|a| !a.contains(',')).collect();
     for s in if given.is_empty() { &SHAPES[..] } else { &given } {
-        for even in [true, false] {
-            Case::new(&ctx, *s, even)?.print(&ctx, &only)?;
+        for sizes in ["even", "uneven", "zipf"] {
+            Case::new(&ctx, *s, sizes)?.print(&ctx, &only)?;
         }
     }
     Ok(())
 }
 
-/// Where groups end: equal ones, or ones of 1 : 3 : 5 ... rows in a mixed order. As in
-/// `torch_rates.py`.
-fn ends(groups: usize, rows: usize, even: bool) -> Vec<i64> {
+/// Where groups end: `even` ones, `uneven` ones of 1 : 3 : 5 ... rows in a mixed order, both as in
+/// `torch_rates.py`, or by Zipf's law, 1 : 1/2 : 1/3 ..., in the same order.
+fn ends(groups: usize, rows: usize, sizes: &str) -> Vec<i64> {
     let mut end = 0;
+    let harmonic = |n: usize| (1..=n).map(|i| 1.0 / i as f64).sum::<f64>();
+    let zipf = |n: usize| (rows as f64 * harmonic(n) / harmonic(groups)).round() as usize;
     let size = |e: usize| {
-        if even {
-            return rows * (e + 1) / groups - rows * e / groups;
-        }
         let i = (e * 5 + 3) % groups;
-        rows * (i + 1) * (i + 1) / (groups * groups) - rows * i * i / (groups * groups)
+        match sizes {
+            "even" => rows * (e + 1) / groups - rows * e / groups,
+            "zipf" => zipf(i + 1) - zipf(i),
+            _ => rows * (i + 1) * (i + 1) / (groups * groups) - rows * i * i / (groups * groups),
+        }
     };
     (0..groups)
         .map(|e| {
@@ -65,7 +68,7 @@ fn ends(groups: usize, rows: usize, even: bool) -> Vec<i64> {
 
 struct Case {
     shape: [usize; 4],
-    even: bool,
+    sizes: &'static str,
     ends: Vec<i64>,
     splits: Splits,
     stream: Stream,
@@ -88,15 +91,15 @@ enum Pass {
 }
 
 impl Case {
-    fn new(ctx: &CudaContext, shape: [usize; 4], even: bool) -> Result<Self> {
+    fn new(ctx: &CudaContext, shape: [usize; 4], sizes: &'static str) -> Result<Self> {
         let [groups, rows, n, k] = shape;
         let (device, stream) = (Device::Cuda(ctx.clone()), Stream::on(ctx)?);
         let random = |rows, cols| normal(ctx, &stream, rows, cols);
         let zeros = |dtype, rows, cols| Tensor::zeros_on(&device, dtype, Shape::d2(rows, cols));
-        let ends = ends(groups, rows, even);
+        let ends = ends(groups, rows, sizes);
         Ok(Self {
             shape,
-            even,
+            sizes,
             splits: Splits::ends(&Tensor::from_slice(&ends, Shape::d1(groups))?.to(&device)?),
             ends,
             x: random(rows, k)?,
@@ -134,10 +137,11 @@ impl Case {
                 let tflops = 2.0 * (rows * n) as f64 * k as f64 / us / 1e6;
                 println!(
                     "{{\"device\":\"{}\",\"work\":\"grouped_gemm\",\"groups\":{groups},\
-                     \"rows\":{rows},\"n\":{n},\"k\":{k},\"even\":{},\"pass\":\"{name}\",\
+                     \"rows\":{rows},\"n\":{n},\"k\":{k},\"even\":{},\"sizes\":\"{}\",\"pass\":\"{name}\",\
                      \"backend\":\"{by}\",\"us\":{us:.1},\"tflops\":{tflops:.1}}}",
                     ctx.name()?,
-                    self.even,
+                    self.sizes == "even",
+                    self.sizes,
                 );
             }
         }

@@ -1,13 +1,16 @@
-//! Rates of single operations on one GPU: `layers`, `gemm`, `grouped` or `attention`.
+//! Rates of single operations on one GPU: `layers`, `gemm`, `drawn`, `cold`, `grouped` or
+//! `attention`.
 //!
 //! Ways to one result take turns, the card at rest before each, and once more in the other order:
 //! the median of 20 launches in all, which follow each other.
 //!
-//! `cargo run --release -p tilewire-ops --example rates layers|gemm|grouped|attention [SHAPE ...]`
+//! `cargo run --release -p tilewire-ops --example rates layers|gemm|drawn|cold|grouped|attention
+//! [SHAPE ...]`
 
 #![expect(clippy::print_stdout, reason = "a program that prints its results")]
 
 mod attention;
+mod drawn;
 mod gemm;
 mod grouped;
 mod layers;
@@ -85,10 +88,12 @@ fn main() -> Result<()> {
     match std::env::args().nth(1).as_deref() {
         Some("layers") => layers::main(),
         Some("gemm") => gemm::main(),
+        Some("drawn") => drawn::main(),
+        Some("cold") => drawn::cold(),
         Some("grouped") => grouped::main(),
         Some("attention") => attention::main(),
         other => Err(Error::invalid("which rates?")
-            .expected("`layers`, `gemm`, `grouped` or `attention`")
+            .expected("`layers`, `gemm`, `drawn`, `cold`, `grouped` or `attention`")
             .seen(other.unwrap_or("nothing"))),
     }
 }

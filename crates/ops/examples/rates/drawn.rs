@@ -1,0 +1,104 @@
+//! Times of products of shapes that nobody has tuned for, on CUDA device 0, bf16, random inputs:
+//! drawn from a seed, or of few rows whose weights are not in L2. One JSON object a line.
+//!
+//! `cargo run --release -p tilewire-ops --example rates drawn [SEED [NUMBER]]`, `rates cold`.
+
+use std::cell::Cell;
+
+use tilewire_core::{DType, Result, Rng, Shape};
+use tilewire_device::cuda::CudaContext;
+use tilewire_device::{Device, Stream, Tensor};
+use tilewire_ops::gemm::{GemmBackend, GemmDesc, GemmInputs};
+
+use crate::gemm::{fastest, prepared};
+use crate::{Launch, Turn, normal, take_turns};
+
+/// The ways of a plan.
+const WAYS: [GemmBackend; 2] = [GemmBackend::Auto, GemmBackend::Hopper];
+const SEED: u64 = 20_261_128;
+const NUMBER: usize = 60;
+/// The most rows, and the most elements of A and D, of a drawn shape.
+const ROWS: f64 = 65536.0;
+const ELEMENTS: usize = 1 << 29;
+/// Weights of few rows: columns and contraction.
+const WEIGHTS: [[usize; 2]; 4] = [[4096, 4096], [7168, 8192], [8192, 28672], [16384, 2048]];
+const FEW: [usize; 5] = [1, 4, 16, 32, 64];
+/// Bytes of weights that launches go through in turn: four times the L2 of an H200 and more.
+const COLD_BYTES: usize = 256 << 20;
+
+/// M from 1 to 65536 in equal parts of its logarithm, N and K multiples of 64 from 512 to 16384.
+fn draw(rng: &mut Rng) -> [usize; 3] {
+    loop {
+        let m = ROWS.powf(rng.next_f64()).round() as usize;
+        let mut side = || 64 * (8.0 * 32f64.powf(rng.next_f64())).round() as usize;
+        let (n, k) = (side(), side());
+        if m * n.max(k) <= ELEMENTS {
+            return [m, n, k];
+        }
+    }
+}
+
+pub(crate) fn main() -> Result<()> {
+    let ctx = CudaContext::new(0)?;
+    let mut given = std::env::args().skip(2).map_while(|a| a.parse::<u64>().ok());
+    let (seed, number) =
+        (given.next().unwrap_or(SEED), given.next().map_or(NUMBER, |n| n as usize));
+    let mut rng = Rng::new(seed);
+    (0..number).try_for_each(|_| {
+        let shape = draw(&mut rng);
+        bench(&ctx, "drawn", shape, 1, true)
+    })
+}
+
+/// Few rows: what their time is made of is the reading of the weights.
+pub(crate) fn cold() -> Result<()> {
+    let ctx = CudaContext::new(0)?;
+    for [n, k] in WEIGHTS {
+        let copies = COLD_BYTES.div_ceil(2 * n * k) + 1;
+        FEW.into_iter().try_for_each(|m| bench(&ctx, "cold", [m, n, k], copies, false))?;
+    }
+    Ok(())
+}
+
+/// One product, by launches that take `copies` of the weights in turn.
+fn bench(
+    ctx: &CudaContext,
+    work: &str,
+    [m, n, k]: [usize; 3],
+    copies: usize,
+    best: bool,
+) -> Result<()> {
+    let stream = Stream::on(ctx)?;
+    let (a, all) = (normal(ctx, &stream, m, k)?, normal(ctx, &stream, copies * n, k)?);
+    let weights = (0..copies).map(|i| all.rows(i * n, n)).collect::<Result<Vec<_>>>()?;
+    let device = Device::Cuda(ctx.clone());
+    let out = Tensor::zeros_on(&device, DType::BF16, Shape::d2(m, n))?;
+    let desc = GemmDesc::nt(m, n, k, DType::BF16);
+    let mut turns = Vec::new();
+    for backend in WAYS {
+        let Some((plan, explain)) = prepared(&stream, desc, backend)? else { continue };
+        let (stream, a, out, weights, next) = (&stream, &a, &out, &weights, Cell::new(0));
+        let launch: Launch<'_> = Box::new(move || {
+            next.set((next.get() + 1) % weights.len());
+            let w = weights[next.get()].clone();
+            plan.launch(stream, GemmInputs::new(a.clone(), w, out.clone())).map(drop)
+        });
+        turns.push(Turn::new(backend, explain, launch));
+    }
+    if best {
+        turns.push(fastest(ctx, &stream, &desc, [&a, &weights[0], &out])?);
+    }
+    take_turns(ctx, &stream, &mut turns)?;
+    for t in turns {
+        let (us, by, explain) = (t.median(), &t.by, &t.explain);
+        let tflops = 2.0 * (m * n) as f64 * k as f64 / us / 1e6;
+        let gbs = (2 * n * k) as f64 / us / 1e3;
+        println!(
+            "{{\"device\":\"{}\",\"work\":\"{work}\",\"m\":{m},\"n\":{n},\"k\":{k},\
+             \"backend\":\"{by}\",\"us\":{us:.1},\"tflops\":{tflops:.1},\
+             \"weights_gbs\":{gbs:.0},\"explain\":\"{explain}\"}}",
+            ctx.name()?
+        );
+    }
+    Ok(())
+}
