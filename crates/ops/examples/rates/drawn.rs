@@ -1,9 +1,10 @@
 //! Times of products of shapes that nobody has tuned for, on CUDA device 0, bf16, random inputs:
 //! drawn from a seed, or of few rows whose weights are not in L2. One JSON object a line.
 //!
+//! A graph of many launches is replayed: many of these products take less time than a host needs to
+//! launch them.
+//!
 //! `cargo run --release -p tilewire-ops --example rates drawn [SEED [NUMBER]]`, `rates cold`.
-
-use std::cell::Cell;
 
 use tilewire_core::{DType, Result, Rng, Shape};
 use tilewire_device::cuda::CudaContext;
@@ -25,6 +26,8 @@ const WEIGHTS: [[usize; 2]; 4] = [[4096, 4096], [7168, 8192], [8192, 28672], [16
 const FEW: [usize; 5] = [1, 4, 16, 32, 64];
 /// Bytes of weights that launches go through in turn: four times the L2 of an H200 and more.
 const COLD_BYTES: usize = 256 << 20;
+/// The fewest launches of a graph.
+const LAUNCHES: usize = 10;
 
 /// M from 1 to 65536 in equal parts of its logarithm, N and K multiples of 64 from 512 to 16384.
 fn draw(rng: &mut Rng) -> [usize; 3] {
@@ -60,6 +63,20 @@ pub(crate) fn cold() -> Result<()> {
     Ok(())
 }
 
+/// A graph of `num` launches, which take the weights in turn.
+fn replays<'a>(
+    stream: &'a Stream,
+    weights: &[Tensor],
+    num: usize,
+    launch: impl Fn(&Tensor) -> Result<()>,
+) -> Result<Launch<'a>> {
+    launch(&weights[0])?;
+    stream.begin_capture()?;
+    weights.iter().cycle().take(num).try_for_each(launch)?;
+    let graph = stream.end_capture()?.instantiate()?;
+    Ok(Box::new(move || stream.replay(&graph)))
+}
+
 /// One product, by launches that take `copies` of the weights in turn.
 fn bench(
     ctx: &CudaContext,
@@ -74,23 +91,23 @@ fn bench(
     let device = Device::Cuda(ctx.clone());
     let out = Tensor::zeros_on(&device, DType::BF16, Shape::d2(m, n))?;
     let desc = GemmDesc::nt(m, n, k, DType::BF16);
-    let mut turns = Vec::new();
+    let (mut turns, num) = (Vec::new(), LAUNCHES.next_multiple_of(copies));
     for backend in WAYS {
         let Some((plan, explain)) = prepared(&stream, desc, backend)? else { continue };
-        let (stream, a, out, weights, next) = (&stream, &a, &out, &weights, Cell::new(0));
-        let launch: Launch<'_> = Box::new(move || {
-            next.set((next.get() + 1) % weights.len());
-            let w = weights[next.get()].clone();
-            plan.launch(stream, GemmInputs::new(a.clone(), w, out.clone())).map(drop)
-        });
-        turns.push(Turn::new(backend, explain, launch));
+        let launch = |w: &Tensor| {
+            let inputs = GemmInputs::new(a.clone(), w.clone(), out.clone());
+            plan.launch(&stream, inputs).map(drop)
+        };
+        turns.push(Turn::new(backend, explain, replays(&stream, &weights, num, launch)?));
     }
     if best {
-        turns.push(fastest(ctx, &stream, &desc, [&a, &weights[0], &out])?);
+        let best = fastest(ctx, &stream, &desc, [&a, &weights[0], &out])?;
+        let launch = replays(&stream, &weights, num, |_| (best.launch)())?;
+        turns.push(Turn::new(&best.by, &best.explain, launch));
     }
     take_turns(ctx, &stream, &mut turns)?;
     for t in turns {
-        let (us, by, explain) = (t.median(), &t.by, &t.explain);
+        let (us, by, explain) = (t.median() / num as f64, &t.by, &t.explain);
         let tflops = 2.0 * (m * n) as f64 * k as f64 / us / 1e6;
         let gbs = (2 * n * k) as f64 / us / 1e3;
         println!(
