@@ -116,12 +116,13 @@ impl Drop for Site {
     }
 }
 
-/// Bytes of symmetric memory that a plan takes on each rank.
-fn len_bytes(desc: &Desc, size: usize) -> usize {
+/// Bytes of symmetric memory that a plan takes on each rank, at most.
+fn len_bytes(desc: &Desc, size: usize, on_host: bool) -> usize {
     match desc {
         Desc::Collective(d, _) => CollectivePlan::memory(d, size),
         Desc::AgGemm(d, _, _) => AgGemmPlan::memory(d),
         Desc::GemmRs(d, _, _) => GemmRsPlan::memory(d, size),
+        Desc::GemmAr(d, _, _) if on_host => GemmArPlan::host_memory(d, size),
         Desc::GemmAr(d, _, _) => GemmArPlan::memory(d, size),
         Desc::CpAttention(d, _, s) => CpAttentionPlan::memory(d, size, s.map(CpConfig::of)),
         Desc::Ep(d, _) => EpPlan::memory(d).symmetric,
@@ -163,7 +164,8 @@ impl Site {
         let world = world(spec.world).map_err(|e| e.op(op))?;
         let size = world.group(Rank::new(0), &spec.axes)?.len();
         let desc = spec.describe(size)?;
-        let len_bytes = len_bytes(&desc, size);
+        let on_host = world.locals.iter().all(|l| matches!(l.device, Device::Host));
+        let len_bytes = len_bytes(&desc, size, on_host);
         let slots = world.together((op, spec.site), text, len_bytes, |i, number| {
             let local = &world.locals[i];
             slot_of_team(&world, local, &spec, number, len_bytes)

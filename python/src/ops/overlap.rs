@@ -58,7 +58,10 @@ fn ar_plan(
     let (desc, config) = key.clone();
     let plan = member.plan(&Key::GemmAr(key.0, key.1), stream, || Recipe {
         op: "gemm_ar",
-        len_bytes: GemmArPlan::memory(&desc, member.team.size()),
+        len_bytes: match stream {
+            Stream::Host(_) => GemmArPlan::host_memory(&desc, member.team.size()),
+            Stream::Cuda(_) => GemmArPlan::memory(&desc, member.team.size()),
+        },
         make: |heap: &Heap| GemmArPlan::new(desc.clone(), heap, config),
         prepare: GemmArPlan::prepare,
     });

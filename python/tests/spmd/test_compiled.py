@@ -182,8 +182,8 @@ def test_a_routing_is_used_again_in_a_graph(world, device, gen, num_sms):
         return tw.ep_combine(buf, again + splits.sum())
 
     def second(buf, x):
-        rows, _, _ = tw.ep_dispatch(buf.reuse(), x, None)
-        return tw.ep_combine(buf, rows * 5)
+        rows, _, splits = tw.ep_dispatch(buf.reuse(), x, None)
+        return tw.ep_combine(buf, rows * 5 + splits.argmax() + splits.sum())
 
     whole = [torch.compile(f, fullgraph=True, backend="aot_eager") for f in (first, second)]
     for num in (12, 9):
@@ -203,6 +203,28 @@ def test_a_routing_is_used_again_in_a_graph(world, device, gen, num_sms):
             for a, b in zip(other, found[2]):
                 assert b.any()
                 torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5 * b.abs().max().item())
+
+
+def test_routings_of_one_graph_are_used_again_in_any_order(world, device, gen):
+    """Their group's graphs share a native buffer, which holds the last routing."""
+    group = experts(world)
+    x, _, idx = tokens_of(world, device, gen, 9)
+    x, other = x.float().to(device), idx.clamp(max=0)
+
+    def call(a, b, x):
+        found = [tw.ep_dispatch(buf, x, i)[::2] for buf, i in ((a, idx), (b, other))]
+        return found + [tw.ep_dispatch(buf.reuse(), x, None)[::2] for buf in (a, b)]
+
+    bufs = [group.buffer() for _ in range(2)]
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    for _ in range(2):
+        (rows_a, a), (rows_b, b), (again_a, of_a), (again_b, of_b) = compiled(*bufs, x)
+        assert torch.equal(a, of_a) and torch.equal(b, of_b) and not torch.equal(a, b)
+        assert torch.equal(rows_a, again_a) and torch.equal(rows_b, again_b)
+        # Outside, by what the graph has routed.
+        outside = [tw.ep_dispatch(buf.reuse(), x, None)[::2] for buf in bufs[::-1]][::-1]
+        for (rows, splits), want, of in zip(outside, (rows_a, rows_b), (a, b)):
+            assert torch.equal(rows, want) and torch.equal(splits, of)
 
 
 def test_codes_of_experts_compile_whole(world, device, gen):

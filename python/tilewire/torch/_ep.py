@@ -250,14 +250,25 @@ def _dispatch(buf, x, scales, weights, idx):
     if idx is not None or buf._routed is not None:
         # Before the call: one that fails may have routed already.
         buf._generation += 1
-        routed, buf._given, buf._routed = buf._routed, False, None
+        buf._given = False
         if idx is None:
-            buf._native.load(*routed[:2])
+            _load(buf)
+        buf._routed = None
     buf._native.dispatch(idx, x, weights, scales, recv, recv_w, recv_scales, splits)
     buf._tokens = x.shape[0]
     if scales is not None:
         recv = QTensor(recv, recv_scales, "block1x128")
     return recv, recv_w, splits
+
+
+def _load(buf):
+    """Takes the routing that a graph has made."""
+    state, tokens, _ = buf._routed
+    if buf._side is not None:
+        # A call beside another stream may still read the routing before.
+        torch.cuda.current_stream(buf.group.device).wait_stream(buf._side)
+    buf._native.load(state, tokens)
+    buf._tokens = tokens
 
 
 class _Dispatch(Differentiable):
@@ -341,6 +352,16 @@ def _beside(buf, async_op, call, *inputs):
     return Pending(result, event, buf.group.device)
 
 
+def _again(buf, x):
+    """The last routing of a buffer where a graph has made it, for one that takes it again."""
+    state, last = (None, buf._tokens) if buf._routed is None else buf._routed[:2]
+    if x.shape[0] != last:
+        raise InvalidArgument(
+            f"ep_dispatch: the last routing was of {last} tokens, x has {x.shape[0]}"
+        )
+    return state
+
+
 def ep_dispatch(buf, x, topk_idx, topk_weights=None, *, num_sms=None, async_op=False):
     """Sends each token to the ranks of its experts.
 
@@ -376,11 +397,8 @@ def ep_dispatch(buf, x, topk_idx, topk_weights=None, *, num_sms=None, async_op=F
             f"ep_dispatch: x must be [tokens, {g.hidden}] {g.dtype}, not {tuple(x.shape)} {x.dtype}"
         )
     choices = (x.shape[0], g.top_k)
-    last = buf._tokens if buf._routed is None else buf._routed[1]
-    if reuse and x.shape[0] != last:
-        raise InvalidArgument(
-            f"ep_dispatch: the last routing was of {last} tokens, x has {x.shape[0]}"
-        )
+    # Looked at here alone: a compiler would guard what it has read.
+    state = _again(buf, x) if reuse else None
     if not reuse and tuple(topk_idx.shape) != choices:
         raise InvalidArgument(
             f"ep_dispatch: topk_idx must be {list(choices)}, not {tuple(topk_idx.shape)}"
@@ -401,7 +419,7 @@ def ep_dispatch(buf, x, topk_idx, topk_weights=None, *, num_sms=None, async_op=F
     if fp8:
         data, scales = x.data.contiguous(), x.scales.contiguous()
         call = functools.partial(_dispatch, buf, data, scales, w, idx)
-        return _beside(buf, async_op, call, data, scales, idx, w)
+        return _beside(buf, async_op, call, data, scales, idx, w, state)
     x = x.contiguous()
 
     def call():
@@ -409,7 +427,7 @@ def ep_dispatch(buf, x, topk_idx, topk_weights=None, *, num_sms=None, async_op=F
             return _Dispatch.run(x, w, idx, buf)
         return _dispatch(buf, x, None, w, idx)
 
-    return _beside(buf, async_op, call, x, idx, w)
+    return _beside(buf, async_op, call, x, idx, w, state)
 
 
 def _in_graph(buf, x, w, idx, num_sms, refused):

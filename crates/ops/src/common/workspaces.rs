@@ -7,6 +7,7 @@ use tilewire_core::Result;
 use tilewire_device::cuda::{CudaContext, CudaEvent, CudaStream, StreamKey};
 use tilewire_device::{Point, Queue};
 
+use super::check::not_prepared;
 use super::cuda::{hold, holding};
 
 /// Streams that have a workspace of their own, at most. Launches on more are in order with some of
@@ -73,7 +74,8 @@ impl<T: Send + Sync + 'static> Workspaces<T> {
     /// own, once for each of its streams, and its graph keeps it.
     ///
     /// # Errors
-    /// Those of `queue`; what the driver reports; out of memory in a capture.
+    /// Those of `queue`; what the driver reports; out of memory in a capture; `NotPrepared` if
+    /// no stream has got a workspace.
     pub fn with<R>(
         &self,
         stream: &CudaStream,
@@ -85,6 +87,10 @@ impl<T: Send + Sync + 'static> Workspaces<T> {
             let space = self.of_capture(&mut s, of)?;
             hold(stream, space.clone());
             return queue(&space);
+        }
+        if s.slots.is_empty() {
+            // The plan was made, and its first workspace was not.
+            return Err(not_prepared());
         }
         let own = s.slots.iter().position(|slot| slot.of == of);
         let at = own.or_else(|| s.slots.iter().position(|slot| slot.last.is_done())).unwrap_or(0);

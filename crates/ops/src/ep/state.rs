@@ -158,6 +158,13 @@ impl EpHandle {
                 .expected(new.routing.num_tokens)
                 .seen(tokens));
             }
+            let bytes = from.read(<[u8]>::to_vec)?;
+            let mut at = 0;
+            for t in [self.m_splits(), self.total(), self.dropped(), self.row_index()] {
+                let len = t.len_bytes();
+                t.write(|to| to.copy_from_slice(&bytes[at..at + len]))?;
+                at += len;
+            }
             *self.state() = new;
         }
         self.set_tokens(tokens, self.desc().capacity);

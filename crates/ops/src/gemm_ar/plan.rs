@@ -41,11 +41,16 @@ pub struct GemmArPlan {
 }
 
 impl GemmArPlan {
-    /// Bytes of symmetric memory that a plan takes on each of `size` ranks.
+    /// Returns the most bytes of symmetric memory that a plan takes on each of `size` ranks, on any
+    /// device and by any algorithm.
     pub fn memory(desc: &GemmArDesc, size: usize) -> usize {
-        let rows = desc.0.m * desc.0.n * desc.0.out.size();
         let sum = sum_of(&desc.0, size).map_or(0, |sum| CollectivePlan::memory(&sum, size));
-        GemmRsPlan::memory(&desc.0, size) + rows + sum
+        Self::host_memory(desc, size) + sum
+    }
+
+    /// Returns the bytes of symmetric memory that a plan takes on each of `size` ranks on the host.
+    pub fn host_memory(desc: &GemmArDesc, size: usize) -> usize {
+        GemmRsPlan::memory(&desc.0, size) + desc.0.m * desc.0.n * desc.0.out.size()
     }
 
     /// A plan on `heap`; `config` of `None` leaves the choice to `prepare`: what is predicted to be
@@ -153,6 +158,7 @@ impl GemmArPlan {
     pub fn predict(&self, m: usize) -> Result<Traffic> {
         let (d, team, cfg) = (&self.desc.0, self.core.team(), self.choice.get()?);
         if let Some(sum) = self.sum() {
+            d.shards.rows(m, team.size())?;
             return sum.predict(m);
         }
         let mut t = crate::gemm_rs::predict(d, team, m, &cfg)?;
