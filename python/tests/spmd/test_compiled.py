@@ -50,8 +50,9 @@ def test_attention_with_all_it_takes_compiles_whole(world, device, gen):
         assert b.any() and torch.equal(a, b)
 
 
+@pytest.mark.parametrize("twice", [False, True])
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_one_graph_of_attention_serves_documents_that_change(device, gen, backend):
+def test_one_graph_of_attention_serves_documents_that_change(device, gen, backend, twice):
     counts = []
 
     def count(graph, args):
@@ -59,7 +60,7 @@ def test_one_graph_of_attention_serves_documents_that_change(device, gen, backen
         return torch._dynamo.lookup_backend(backend)(graph, args)
 
     def call(q, k, v, cu):
-        return tw.attention(q, k, v, cu_seqlens_q=cu)
+        return tw.attention(q, k, v, cu_seqlens_q=cu, cu_seqlens_kv=cu if twice else None)
 
     compiled = torch.compile(call, fullgraph=True, backend=count)
     x = randn(gen, 3, 24, 2, 16)

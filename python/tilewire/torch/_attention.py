@@ -15,7 +15,8 @@ class _Attention(Differentiable):
     def forward(ctx, q, k, v, bias, sink, at_q, at_kv, world, *spec):
         ctx.set_materialize_grads(False)
         added = ctx.needs_input_grad[3:5]
-        out, lse = _ops.attention(q, k, v, bias, sink, at_q, at_kv, world, True, *added, *spec)
+        at = _both(at_q, at_kv)
+        out, lse = _ops.attention(q, k, v, bias, sink, *at, world, True, *added, *spec)
         ctx.save_for_backward(q, k, v, bias, sink, at_q, at_kv, out, lse)
         ctx.args = (world, spec)
         ctx.mark_non_differentiable(lse)
@@ -28,8 +29,10 @@ class _Attention(Differentiable):
             return (None,) * len(ctx.needs_input_grad)
         world, spec = ctx.args
         needs_bias, needs_sink = ctx.needs_input_grad[3:5]
+        *x, at_q, at_kv, out, lse = ctx.saved_tensors
+        saved = (*x, *_both(at_q, at_kv), out, lse)
         dq, dk, dv, db, ds = _ops.attention_backward(
-            d_out, *ctx.saved_tensors, world, needs_bias, needs_sink, *spec
+            d_out, *saved, world, needs_bias, needs_sink, *spec
         )
         if world:
             # Replicated parameters: each rank has what its queries contribute.
@@ -37,6 +40,12 @@ class _Attention(Differentiable):
             ds = _ops.all_reduce(ds, world, "sum") if needs_sink else ds
         grads = (dq, dk, dv, db if needs_bias else None, ds if needs_sink else None)
         return *grads, None, None, None, *(None for _ in spec)
+
+
+def _both(at_q, at_kv):
+    """The offsets of queries and of keys, of which one tensor may serve for both: torch 2.15 does
+    not compile an ``autograd.Function`` that is given it twice."""
+    return at_q, at_q if at_kv is None else at_kv
 
 
 def _offsets(cu, what, above=3):
@@ -60,7 +69,8 @@ def _offsets(cu, what, above=3):
 
 
 def _late(q, k, cu_q, cu_kv):
-    """Row offsets in tensors beside q, which nobody waits for: those of queries and of keys.
+    """Row offsets in tensors beside q, which nobody waits for: those of queries, and of keys where
+    they are others.
 
     None if they come from elsewhere.
     """
@@ -84,8 +94,7 @@ def _late(q, k, cu_q, cu_kv):
 
     if cu_q is None:
         cu_q = torch.arange(2, dtype=torch.int32, device=q.device) * q.shape[0]
-    at_q = plain(cu_q)
-    return at_q, at_q if cu_kv is None else plain(cu_kv)
+    return plain(cu_q), None if cu_kv is None or cu_kv is cu_q else plain(cu_kv)
 
 
 def _window(causal, window):
@@ -153,7 +162,8 @@ def _run(q, k, v, world, size, kw):
     if _needs_grad(q, k, v, bias, sink):
         out, lse = _Attention.run(*flat, bias, sink, *late, world, *spec)
     else:
-        out, lse = _ops.attention(*flat, bias, sink, *late, world, False, False, False, *spec)
+        at = _both(*late)
+        out, lse = _ops.attention(*flat, bias, sink, *at, world, False, False, False, *spec)
     if q.dim() == 4:
         out = out.view(*q.shape[:3], v.shape[3])
         lse = lse.view(q.shape[2], *q.shape[:2])
