@@ -28,10 +28,14 @@ jax.config.update("jax_default_matmul_precision", "highest")
 TIMEOUT_S = 60.0
 
 if PROCESSES > 1:
+    # Processes of one host have its GPUs in turn.
+    first = int(os.environ["RANK"]) * DEVICES
+    own = None if PLATFORM == "cpu" else list(range(first, first + DEVICES))
     jax.distributed.initialize(
         coordinator_address=f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}",
         num_processes=PROCESSES,
         process_id=int(os.environ["RANK"]),
+        local_device_ids=own,
     )
 
 
