@@ -1,9 +1,7 @@
 //! Parameters that the host passes to kernels by value, laid out as the kernels declare them.
 //!
-//! Each structure has the name that it has in CUDA C++. What a field means stands beside it there,
-//! in the file that the table names. Addresses of device memory are `u64` here; `pad` is what C++
-//! adds by itself. A test holds both declarations equal, field by field ([`Layout::asserts`]), and
-//! another one that every parameter of a kernel is in the table.
+//! Names are those of CUDA C++; the file that the table names says what fields mean. Addresses are
+//! `u64` here, and `pad` is C++'s own. Tests compare both declarations ([`Layout::asserts`]).
 #![expect(missing_docs, reason = "the fields are documented where the kernels declare them")]
 
 use std::mem::{offset_of, size_of};
@@ -96,6 +94,8 @@ abi! {
         n: u32,
         k: u32,
         flags: u32,
+        parts: u32,
+        steps: u32,
     }
 
     /// Products of groups by the core for sm_90a, beside their tensor maps.

@@ -57,6 +57,7 @@ files![
     "hopper/order.cuh",
     "hopper/sm90_gemm.cu",
     "hopper/sm90_grouped_gemm.cu",
+    "hopper/sm90_sum_parts.cu",
     "hopper/tile.cuh",
     "layers/classes.cuh",
     "layers/embed.cuh",

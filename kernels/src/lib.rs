@@ -95,7 +95,8 @@ pub fn variants() -> Vec<(Source, Vec<(String, u64)>)> {
     let dense = of(hopper::HOPPER_GEMM, hopper::Variant::all());
     let grouped = of(hopper::HOPPER_GROUPED_GEMM, hopper::Variant::all_grouped());
     let portable = portable::portable().into_iter().chain(attention::attention());
-    portable.chain(dense).chain(grouped).collect()
+    let sums = of(hopper::HOPPER_SUM_PARTS, hopper::Variant::all_sums());
+    portable.chain(dense).chain(grouped).chain(sums).collect()
 }
 
 /// Loads, stores, fences and timers, named by operation, order and scope: for kernels of tests.
@@ -176,6 +177,7 @@ pub const ALL: &[Source] = &[
     SM80_GROUPED_GEMM,
     hopper::HOPPER_GEMM,
     hopper::HOPPER_GROUPED_GEMM,
+    hopper::HOPPER_SUM_PARTS,
     portable::QUANT,
     portable::PERMUTE,
     portable::REDUCE,

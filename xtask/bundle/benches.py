@@ -108,7 +108,7 @@ def no_torch():
 
 def bench_of_one():
     """One GPU, and what torch makes of the same shapes."""
-    for rates in ["layers", "gemm", "drawn", "cold", "grouped", "attention"]:
+    for rates in ["layers", "gemm", "drawn", "cold", "parts", "grouped", "attention"]:
         argv = [program("rates"), rates]
         yield Config(f"rates-{rates}", argv, by_bench, jit=True, limit_s=2 * LIMIT_S)
     for ops, shape in BY_MEMORY.items():

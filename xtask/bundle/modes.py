@@ -210,9 +210,11 @@ def of_one_gpu(n):
     # compiled.
     # Tensor maps of tests have a kernel of their own.
     skips = ["--skip", "attention", "--skip", "emulated", "--skip", "maps::"]
-    yield Config("ops", [program("gpu"), *skips, "--skip", "hopper::"], by_tests, takes=1)
+    core = ["hopper::", "parts::"]
+    others = [*skips, *(word for test in core for word in ("--skip", test))]
+    yield Config("ops", [program("gpu"), *others], by_tests, takes=1)
     # 24 s on a quick host, 60 on a slow one: references of the CPU.
-    hopper = [program("gpu"), "hopper::", *skips]
+    hopper = [program("gpu"), *core, *skips]
     yield Config("ops-hopper", hopper, by_tests, takes=1, limit_s=2 * LIMIT_S)
     maps = [program("gpu"), "maps::", "--skip", "emulated"]
     yield Config("tensor-maps", maps, by_tests, jit=True)

@@ -5,7 +5,7 @@ use tilewire_device::Device;
 use tilewire_device::jit::KernelSpec;
 use tilewire_kernels::attention::hopper::{SM90_ATTENTION, SM90_ATTENTION_BWD};
 use tilewire_kernels::attention::{PLAIN_ATTENTION, SM80_ATTENTION};
-use tilewire_kernels::hopper::{Epilogue, HOPPER_GEMM, HOPPER_GROUPED_GEMM};
+use tilewire_kernels::hopper::{Epilogue, HOPPER_GEMM, HOPPER_GROUPED_GEMM, HOPPER_SUM_PARTS};
 use tilewire_kernels::portable::EP_UNEVEN;
 
 use crate::attention::device::units;
@@ -43,7 +43,7 @@ fn specs_of(arch: &str, core: bool, dtype: DType, heads: &[(usize, usize)]) -> V
     };
     // Plans of one product need one or two of the many variants, each of which takes seconds.
     let mut others = vec![SM80_ATTENTION, PLAIN_ATTENTION, SM90_ATTENTION, SM90_ATTENTION_BWD];
-    others.push(HOPPER_GEMM);
+    others.extend([HOPPER_GEMM, HOPPER_SUM_PARTS]);
     if !core {
         others.push(HOPPER_GROUPED_GEMM);
     }

@@ -24,6 +24,8 @@ mod hopper;
 mod layers;
 #[path = "gpu/maps.rs"]
 mod maps;
+#[path = "gpu/parts.rs"]
+mod parts;
 #[path = "gpu/permute.rs"]
 mod permute;
 #[path = "gpu/plans.rs"]

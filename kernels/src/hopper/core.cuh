@@ -22,7 +22,8 @@
 // was issued behind that arrival.
 //
 // Sums: each element is one chain in the order of k, 16 at a time, whatever the tile, order or
-// number of blocks: the same bits.
+// number of blocks: the same bits. Where k is cut into parts, each has a chain of its own, and
+// another kernel adds them in their order (sm90_sum_parts.cu).
 //
 // The loader's block must not end before its peer's last multicast has come and its last arrivals
 // have been made: at the end it waits until every stage is empty.
@@ -240,7 +241,7 @@ template <class Tiles> __device__ __forceinline__ void tw_hopper_product(const T
         if (Tiles::MAY_BE_EMPTY && tiles.keeps()) continue;
         const TwHopper& g = tiles.product();
         const u32 row = tiles.row() + 16 * warp;
-        if (TW_HG_OUT == 2) tw_store_32(acc, g, row, tiles.col());
+        if (TW_HG_OUT == 2) tw_store_32(acc, g, (float*)g.d + tiles.part() * (u64)g.m * g.n, row, tiles.col());
         else tiles.acquire_d(), tw_store_16(acc, g, tiles.d(), row, tiles.col(), buffer);
     }
     if (TW_HG_OUT != 2 && threadIdx.x % 32 == 0) bulk_wait_group<0>();

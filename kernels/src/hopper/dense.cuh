@@ -1,4 +1,5 @@
-// The tiles of one product.
+// The tiles of one product. Where its contraction is cut into parts (TW_HG_IN_PARTS), each has all
+// tiles: those of part 0 come first.
 
 #pragma once
 
@@ -12,11 +13,12 @@ struct TwDense {
     const TwTensorMap *map_a, *map_b, *map_d;
     TwOrder order;
     TwSpot spot;
+    u32 of;
 
     enum : bool { MAY_BE_EMPTY = false };
 
     __device__ __forceinline__ TwDense(const TwHopper& g, const TwTensorMap* a, const TwTensorMap* b, const TwTensorMap* d)
-        : g(g), map_a(a), map_b(b), map_d(d), order((g.m + TW_HG_M - 1) / TW_HG_M, (cols() + TW_HG_WIDTH - 1) / TW_HG_WIDTH), spot() {}
+        : g(g), map_a(a), map_b(b), map_d(d), order((g.m + TW_HG_M - 1) / TW_HG_M, (cols() + TW_HG_WIDTH - 1) / TW_HG_WIDTH), spot(), of(0) {}
 
     // Columns of D, or of each of its halves.
     __device__ __forceinline__ u32 cols() const {
@@ -24,12 +26,17 @@ struct TwDense {
     }
     // Pairs of tiles.
     __device__ __forceinline__ u32 num() const {
-        return order.num();
+        return TW_HG_IN_PARTS ? g.parts * order.num() : order.num();
     }
     // Goes to the tile of block `rank` of pair `t`, which is below num(), and never before the
     // last one: what follows is about it.
     __device__ __forceinline__ void go(u32 t, u32 rank) {
-        spot = order.at(t, rank);
+        of = TW_HG_IN_PARTS ? t / order.num() : 0;
+        spot = order.at(t - of * order.num(), rank);
+    }
+    // The part of the contraction.
+    __device__ __forceinline__ u32 part() const {
+        return of;
     }
     __device__ __forceinline__ u32 row() const {
         return spot.row * TW_HG_M;
@@ -42,10 +49,11 @@ struct TwDense {
     }
     // The first index of the contraction, and how many stages it has.
     __device__ __forceinline__ u32 k() const {
-        return 0;
+        return TW_HG_IN_PARTS ? of * g.steps * TW_HG_K : 0;
     }
     __device__ __forceinline__ u32 steps() const {
-        return (g.k + TW_HG_K - 1) / TW_HG_K;
+        const u32 all = (g.k + TW_HG_K - 1) / TW_HG_K;
+        return TW_HG_IN_PARTS ? min(all - of * g.steps, g.steps) : all;
     }
     // True if D stays as it is.
     __device__ __forceinline__ bool keeps() const {

@@ -26,10 +26,14 @@ struct TwHopper {
     u32* counter;      // null, or two words that are zero, of this launch alone while it runs
     i64 ldd, ldaux;
     u32 m, n, k, flags;
+    // Units that TW_HG_IN_PARTS: the contraction is cut into `parts`, of `steps` stages each but
+    // for the last; the sums of part p are the matrix [m, n] number p from `d` on.
+    u32 parts, steps;
 };
 
-// Columns of D, or of each of its halves, that a tile has.
+// Columns of D, or of each of its halves, that a tile has; and whether k may be cut into parts.
 enum : u32 { TW_HG_WIDTH = TW_HG_EPI == TW_HG_SWIGLU ? TW_HG_N / 2 : TW_HG_N };
+enum : bool { TW_HG_IN_PARTS = TW_HG_EPI == TW_PLAIN && TW_HG_OUT == 2 };
 static_assert(TW_HG_EPI == TW_PLAIN || TW_HG_WIDTH % 64 == 0, "no column is finished twice");
 
 // A pair of neighbours of D's type, as it lies in memory, and as numbers.
@@ -59,6 +63,7 @@ __device__ __forceinline__ void tw_store_pair(void* p, i64 at, float2 v) {
 // The place of a thread in a chunk of 64 columns of D: rows and columns of its 16 pairs, pair 2 j +
 // i being that of columns 8 j on and of the row 8 i below.
 struct TwPlace {
+    enum : u32 { NUM = 16 };
     u32 row, col;        // of pair 0
     u32 rows, cols;      // of D, or of its half
 
@@ -71,9 +76,27 @@ struct TwPlace {
     }
 };
 
+// The place of a thread that has one pair.
+struct TwPoint {
+    enum : u32 { NUM = 1 };
+    u32 row, col;
+    u32 rows, cols;  // of D, or of its half
+
+    __device__ __forceinline__ bool has(u32) const {
+        return row < rows && col < cols;
+    }
+    __device__ __forceinline__ i64 at(u32, i64 ld) const {
+        return (i64)row * ld + col;
+    }
+};
+
+// True if the bias is f32.
+__device__ __forceinline__ bool tw_bias_is_wide(const TwHopper& g) {
+    return TW_HG_OUT == 2 || !(g.flags & TW_BIAS_OUT);
+}
 // Adds the bias of columns `shift` behind those of `at`, four pairs of columns at a time.
 __device__ __forceinline__ void tw_add_bias(const TwHopper& g, const TwPlace& at, u32 shift, float2 (&v)[16]) {
-    const bool wide = TW_HG_OUT == 2 || !(g.flags & TW_BIAS_OUT);
+    const bool wide = tw_bias_is_wide(g);
 #pragma unroll
     for (u32 part = 0; part < 8; part += 4) {
         float2 b[4];
@@ -88,16 +111,24 @@ __device__ __forceinline__ void tw_add_bias(const TwHopper& g, const TwPlace& at
         for (u32 i = 0; i < 8; i++) v[2 * part + i].x += b[i / 2].x, v[2 * part + i].y += b[i / 2].y;
     }
 }
+// The same of the one pair of a place that D has.
+__device__ __forceinline__ void tw_add_bias(const TwHopper& g, const TwPoint& at, u32 shift, float2 (&v)[1]) {
+    const bool wide = tw_bias_is_wide(g);
+    const float2 b = wide ? *(const float2*)((const float*)g.bias + shift + at.col) : tw_numbers(tw_load_pair(g.bias, shift + at.col));
+    v[0].x += b.x, v[0].y += b.y;
+}
 
 // Numbers at the pairs' places of a matrix, `shift` columns further on: one behind the other,
 // without a branch, so that all are on their way at once.
-__device__ __forceinline__ void tw_load_pairs(const void* p, i64 ld, u32 shift, const TwPlace& at, TwPair (&w)[16]) {
+template <class Place>
+__device__ __forceinline__ void tw_load_pairs(const void* p, i64 ld, u32 shift, const Place& at, TwPair (&w)[Place::NUM]) {
 #pragma unroll
-    for (u32 i = 0; i < 16; i++) w[i] = at.has(i) ? tw_load_pair(p, at.at(i, ld) + shift) : TwPair{};
+    for (u32 i = 0; i < Place::NUM; i++) w[i] = at.has(i) ? tw_load_pair(p, at.at(i, ld) + shift) : TwPair{};
 }
-__device__ __forceinline__ void tw_save_pairs(const TwHopper& g, u32 shift, const TwPlace& at, const float2 (&v)[16]) {
+template <class Place>
+__device__ __forceinline__ void tw_save_pairs(const TwHopper& g, u32 shift, const Place& at, const float2 (&v)[Place::NUM]) {
 #pragma unroll
-    for (u32 i = 0; i < 16; i++)
+    for (u32 i = 0; i < Place::NUM; i++)
         if (at.has(i)) tw_store_pair(g.aux, at.at(i, g.ldaux) + shift, v[i]);
 }
 
@@ -123,16 +154,18 @@ __device__ __forceinline__ float tw_fast_dswiglu(float d, float gate, float up, 
     return of_up ? d * gate * s : d * up * s * (1.0f + gate * (1.0f - s));
 }
 
-// Finishes a thread's 16 pairs of a chunk: v are sums, `up` those of SwiGLU's other half. `half`:
-// which half of D DSwiGLU computes.
-__device__ __forceinline__ void tw_finish(const TwHopper& g, const TwPlace& at, float2 (&v)[16], float2 (&up)[16], u32 half) {
+// Finishes a thread's pairs: v are sums, `up` those of SwiGLU's other half. `half`: which half of D
+// DSwiGLU computes.
+template <class Place>
+__device__ __forceinline__ void tw_finish(const TwHopper& g, const Place& at, float2 (&v)[Place::NUM], float2 (&up)[Place::NUM], u32 half) {
+    enum : u32 { NUM = Place::NUM };
     if constexpr (TW_HG_EPI == TW_PLAIN) return;
     if constexpr (TW_HG_EPI == TW_LINEAR) {
         if (g.flags & TW_ACCUMULATE) {
-            TwPair w[16];
+            TwPair w[NUM];
             tw_load_pairs(g.d, g.ldd, 0, at, w);
 #pragma unroll
-            for (u32 i = 0; i < 16; i++) {
+            for (u32 i = 0; i < NUM; i++) {
                 const float2 old = tw_numbers(w[i]);
                 v[i].x += old.x, v[i].y += old.y;
             }
@@ -140,21 +173,21 @@ __device__ __forceinline__ void tw_finish(const TwHopper& g, const TwPlace& at, 
     }
     if (g.bias) tw_add_bias(g, at, 0, v);
     if constexpr (TW_HG_EPI == TW_HG_DGELU) {
-        TwPair w[16];
+        TwPair w[NUM];
         tw_load_pairs(g.aux, g.ldaux, 0, at, w);
 #pragma unroll
-        for (u32 i = 0; i < 16; i++) {
+        for (u32 i = 0; i < NUM; i++) {
             const float2 a = tw_numbers(w[i]);
             v[i].x *= tw_fast_dgelu(a.x), v[i].y *= tw_fast_dgelu(a.y);
         }
         return;
     }
     if constexpr (TW_HG_EPI == TW_HG_DSWIGLU) {
-        TwPair w[16], u[16];
+        TwPair w[NUM], u[NUM];
         tw_load_pairs(g.aux, g.ldaux, 0, at, w);
         tw_load_pairs(g.aux, g.ldaux, g.n, at, u);
 #pragma unroll
-        for (u32 i = 0; i < 16; i++) {
+        for (u32 i = 0; i < NUM; i++) {
             const float2 a = tw_numbers(w[i]), b = tw_numbers(u[i]);
             v[i].x = tw_fast_dswiglu(v[i].x, a.x, b.x, half != 0);
             v[i].y = tw_fast_dswiglu(v[i].y, a.y, b.y, half != 0);
@@ -171,7 +204,7 @@ __device__ __forceinline__ void tw_finish(const TwHopper& g, const TwPlace& at, 
         }
     }
 #pragma unroll
-    for (u32 i = 0; i < 16; i++) {
+    for (u32 i = 0; i < NUM; i++) {
         // No fmaxf, which turns NaN into 0.
         if constexpr (TW_HG_EPI == TW_HG_RELU) v[i].x = v[i].x < 0.0f ? 0.0f : v[i].x, v[i].y = v[i].y < 0.0f ? 0.0f : v[i].y;
         if constexpr (TW_HG_EPI == TW_HG_GELU) v[i].x = tw_fast_gelu(v[i].x), v[i].y = tw_fast_gelu(v[i].y);
@@ -239,8 +272,9 @@ __device__ __forceinline__ void tw_store_16(const float (&acc)[TW_HG_N / 2], con
     }
 }
 
-// Stores D of f32 from registers: four lanes have 32 bytes of a row.
-__device__ __forceinline__ void tw_store_32(const float (&acc)[TW_HG_N / 2], const TwHopper& g, u32 row, u32 col) {
+// Stores D of f32, or the part of it that begins at `d`, from registers: four lanes have 32 bytes
+// of a row.
+__device__ __forceinline__ void tw_store_32(const float (&acc)[TW_HG_N / 2], const TwHopper& g, float* d, u32 row, u32 col) {
 #pragma unroll
     for (u32 c = 0; c < (TW_HG_WIDTH + 63) / 64; c++) {
         const u32 first = 64 * c + 64 <= TW_HG_WIDTH ? 64 * c : TW_HG_WIDTH - 64;
@@ -248,6 +282,6 @@ __device__ __forceinline__ void tw_store_32(const float (&acc)[TW_HG_N / 2], con
         const TwPlace at = tw_finish_chunk(acc, g, row, col, first, 0, v);
 #pragma unroll
         for (u32 i = 0; i < 16; i++)
-            if (at.has(i)) *(float2*)((float*)g.d + at.at(i, g.ldd)) = v[i];
+            if (at.has(i)) *(float2*)(d + at.at(i, g.ldd)) = v[i];
     }
 }

@@ -150,6 +150,10 @@ struct TwGroups {
     __device__ __forceinline__ bool shares_a() const {
         return spot.shares_a;
     }
+    // Sums are whole.
+    __device__ __forceinline__ u32 part() const {
+        return 0;
+    }
     __device__ __forceinline__ u32 k() const {
         return BY_ROWS ? 0 : first;
     }

@@ -10,12 +10,18 @@ pub const HOPPER_GEMM: Source =
 pub const HOPPER_GROUPED_GEMM: Source =
     Source { name: "hopper/sm90_grouped_gemm.cu", defines: &[], kernels: &["tw_hopper_grouped"] };
 
+/// The sums of a product whose contraction was cut into parts, with an epilogue.
+pub const HOPPER_SUM_PARTS: Source =
+    Source { name: "hopper/sm90_sum_parts.cu", defines: &[], kernels: &["tw_hopper_sum_parts"] };
+
 /// Rows of a block's tile.
 pub const TILE_M: usize = 128;
 /// Elements of the contraction in a stage.
 pub const TILE_K: usize = 64;
 /// Threads of a block.
 pub const THREADS: u32 = 384;
+/// Threads of a block of [`HOPPER_SUM_PARTS`], each of which has two columns of D.
+pub const SUM_THREADS: u32 = 128;
 /// Blocks of a cluster.
 pub const CLUSTER: u32 = 2;
 /// Rows of the boxes by which D is stored.
@@ -157,6 +163,22 @@ impl Variant {
         Self::all().into_iter().filter(fits).collect()
     }
 
+    /// The one of this width whose results are the f32 parts of sums ([`HOPPER_GEMM`]).
+    pub fn of_parts(&self) -> Variant {
+        Variant { out_f32: true, epilogue: Epilogue::Plain, ..*self }
+    }
+
+    /// The one of [`HOPPER_SUM_PARTS`] that ends this product: it does not depend on order, width
+    /// and, of f32 results, the operands' type.
+    pub fn of_sums(&self) -> Variant {
+        Variant { order: Order::Nt, f16: self.f16 && !self.out_f32, cols: 256, ..*self }
+    }
+
+    /// Every variant of [`HOPPER_SUM_PARTS`] that a plan may load.
+    pub fn all_sums() -> Vec<Variant> {
+        Self::all().into_iter().filter(|v| v.of_sums() == *v).collect()
+    }
+
     /// Every variant of one product that a plan may load.
     pub fn all() -> Vec<Variant> {
         let mut all = Vec::new();
@@ -201,6 +223,8 @@ mod tests {
             assert!(!all[..i].contains(v), "{v:?} is twice in the list");
             assert!(v.epilogue == Epilogue::Plain || v.width() % BOX_COLS == 0, "{v:?}");
         }
-        assert_eq!((all.len(), Variant::all_grouped().len()), (82, 38));
+        let num = (all.len(), Variant::all_grouped().len(), Variant::all_sums().len());
+        assert_eq!(num, (82, 38, 16));
+        assert!(all.iter().all(|v| Variant::all_sums().contains(&v.of_sums())));
     }
 }

@@ -9,11 +9,15 @@
 // innermost dimension on: A (64, 64); B (64, TW_HG_N / 2) if it is [n, k], else (64, 64); D (64,
 // 16), unless it is f32. The D of DSwiGLU is [2, m, n], whose halves lie side by side in a row.
 //
+// With TW_HG_IN_PARTS the contraction may be cut: D is `parts` matrices [m, n] then, the sums of
+// each part, which sm90_sum_parts.cu adds and finishes. Their `ldd` is n.
+//
 // Launch: an even number of blocks, at most one for each multiprocessor, in clusters of two; 384
 // threads; TW_HG_BYTES of dynamic shared memory. One kernel, no workspace.
 //
 // Algorithm: core.cuh.
 
+#include "../ptx/grid.cuh"
 #include "core.cuh"
 #include "dense.cuh"
 
@@ -23,5 +27,9 @@ tw_hopper_gemm(const __grid_constant__ TwHopper g, const __grid_constant__ TwTen
     if (threadIdx.x == 0) tensor_prefetch(&a), tensor_prefetch(&b), tensor_prefetch(&d);
     TwDense tiles(g, &a, &b, &d);
     tw_begin();
+    // The launch may begin while the kernel before it ends.
+    griddepcontrol_wait();
+    // All blocks run. What adds the parts waits for their end, beside them.
+    if (TW_HG_IN_PARTS && g.parts > 1) griddepcontrol_launch_dependents();
     tw_hopper_product(g, tiles);
 }

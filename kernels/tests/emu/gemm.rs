@@ -323,6 +323,17 @@ impl Case {
         seed: u64,
         how: impl FnOnce(&TwGemm, u64) -> Launch<'a>,
     ) -> Vec<u8> {
+        self.check_launches(t, seed, None, |p, words| vec![how(p, words)])
+    }
+
+    /// The same by several launches of one stream, which may use `space`, too.
+    pub fn check_launches<'a>(
+        &self,
+        t: Type,
+        seed: u64,
+        space: Option<&Memory>,
+        how: impl FnOnce(&TwGemm, u64) -> Vec<Launch<'a>>,
+    ) -> Vec<u8> {
         let matrices = self.matrices(t);
         let [a, b, d] = [(0, "A"), (1, "B"), (2, "D")].map(|(i, name)| matrices[i].memory(name));
         let bias_bytes = self.bias_type().bytes(&self.bias());
@@ -346,9 +357,9 @@ impl Case {
             flags: self.flags(),
         };
         let words = Memory::new("words", ANY, 8);
-        let launch = how(&param, words.addr());
-        let mut run =
-            Run::new(seed).memory([&a, &b, &d, &bias, &saved, &words]).stream(0, vec![launch]);
+        let launches = how(&param, words.addr());
+        let all = [&a, &b, &d, &bias, &saved, &words].into_iter().chain(space);
+        let mut run = Run::new(seed).memory(all).stream(0, launches);
         // Even seeds change between threads often.
         run.yield_permille = if seed.is_multiple_of(2) { 200 } else { 10 };
         run.go().unwrap_or_else(|e| panic!("{self:?}: {e}"));

@@ -3,15 +3,18 @@
 use std::collections::HashMap;
 use std::sync::{LazyLock, Mutex};
 
+use tilewire_kernels::Source;
 use tilewire_kernels::abi::{TwGemm, TwHopper, TwTensorMap};
 use tilewire_kernels::hopper::{
-    BOX_COLS, CLUSTER, Epilogue, HOPPER_GEMM, Order, STORE_ROWS, THREADS, TILE_K, Variant,
+    BOX_COLS, CLUSTER, Epilogue, HOPPER_GEMM, HOPPER_SUM_PARTS, Order, STORE_ROWS, SUM_THREADS,
+    THREADS, TILE_K, Variant,
 };
 
 use crate::compile::Unit;
 use crate::gemm::Layout::{Nn, Nt, Tn};
 use crate::gemm::{Case, DERIVATIVE, DGELU, DSWIGLU, GELU, Layout, NONE, RELU, SWIGLU, Type, case};
 use crate::host::{Lib, RUNTIME};
+use crate::memory::{ANY, Memory};
 use crate::{Test, tests};
 
 pub const TESTS: &[Test] = tests![
@@ -20,6 +23,7 @@ pub const TESTS: &[Test] = tests![
     hopper_widths_and_types,
     hopper_epilogues,
     hopper_bits_do_not_depend_on_the_launch,
+    hopper_sums_in_parts,
 ];
 
 /// What `EmuTensorMap` of `emu/abi.h` begins with.
@@ -75,12 +79,17 @@ pub fn variant(c: &Case, f16: bool, cols: usize) -> Variant {
 }
 
 pub fn load(text: String, v: &Variant) -> &'static Lib {
+    load_of(&HOPPER_GEMM, text, v)
+}
+
+/// The variant `v` of `source`, whose text is `text`.
+pub fn load_of(source: &Source, text: String, v: &Variant) -> &'static Lib {
     let defines = v.defines().into_iter().map(|(name, value)| (&*name.leak(), value)).collect();
     RUNTIME.load(&Unit {
-        name: HOPPER_GEMM.name,
+        name: source.name,
         text,
         defines,
-        kernels: HOPPER_GEMM.kernels.to_vec(),
+        kernels: source.kernels.to_vec(),
         smem: v.shared_bytes() as usize,
     })
 }
@@ -93,38 +102,99 @@ pub fn lib(v: &Variant) -> &'static Lib {
     libs.entry(format!("{v:?}")).or_insert_with(|| load(HOPPER_GEMM.emu_text(), v))
 }
 
+/// That of [`HOPPER_SUM_PARTS`] which ends products of `v`.
+pub fn sums(v: &Variant) -> &'static Lib {
+    let (v, mut libs) = (v.of_sums(), LIBS.lock().unwrap());
+    let load = || load_of(&HOPPER_SUM_PARTS, HOPPER_SUM_PARTS.emu_text(), &v);
+    libs.entry(format!("sums {v:?}")).or_insert_with(load)
+}
+
 /// Runs `c` by `blocks` blocks of the library; D. Tiles go out by a counter for odd seeds.
 pub fn check_on(lib: &'static Lib, c: &Case, v: &Variant, blocks: u32, seed: u64) -> Vec<u8> {
     let kernel = lib.kernel("tw_hopper_gemm");
     let launch = kernel.grid([blocks, 1, 1], [THREADS, 1, 1]).cluster(CLUSTER);
     let launch = launch.smem(v.shared_bytes());
     c.check_by(if v.f16 { Type::F16 } else { Type::Bf16 }, seed, |p: &TwGemm, counter| {
-        let (m, n, k) = (c.m, c.n, c.k);
-        let (a_mn, b_mn) = v.order.mn_major();
-        let whole = |ld: i64, rows: usize| [2 * ld, 2 * ld * rows as i64];
-        let a = if a_mn { [m, k, 1] } else { [k, m, 1] };
-        let b = if b_mn { [n, k, 1] } else { [k, n, 1] };
-        let a = map(p.a, a, whole(p.lda, a[1]), TILE_K);
-        let b = map(p.b, b, whole(p.ldb, b[1]), v.b_rows());
+        let (m, n) = (c.m, c.n);
+        let [a, b] = operands(c, v, p);
         let d = match v.epilogue {
             Epilogue::SwiGlu => map(p.d, [n / 2, m, 1], whole(p.ldd, m), STORE_ROWS),
             Epilogue::DSwiGlu => map(p.d, [n, m, 2], [2 * p.ldd, 2 * n as i64], STORE_ROWS),
             _ => map(p.d, [n, m, 1], whole(p.ldd, m), STORE_ROWS),
         };
-        let g = TwHopper {
-            d: p.d,
-            bias: p.bias,
-            aux: p.aux,
-            counter: if seed % 2 == 1 { counter } else { 0 },
-            ldd: p.ldd,
-            ldaux: p.ldaux,
-            m: p.m,
-            n: p.n,
-            k: p.k,
-            flags: p.flags,
-        };
+        let counter = if seed % 2 == 1 { counter } else { 0 };
+        let g = product(p, counter, [1, c.k.div_ceil(TILE_K)]);
         launch.arg(&g).arg(&a).arg(&b).arg(&d)
     })
+}
+
+/// Bytes from row to row, and from matrix to matrix.
+fn whole(ld: i64, rows: usize) -> [i64; 2] {
+    [2 * ld, 2 * ld * rows as i64]
+}
+
+/// The tensor maps of A and B.
+fn operands(c: &Case, v: &Variant, p: &TwGemm) -> [TwTensorMap; 2] {
+    let (m, n, k) = (c.m, c.n, c.k);
+    let (a_mn, b_mn) = v.order.mn_major();
+    let a = if a_mn { [m, k, 1] } else { [k, m, 1] };
+    let b = if b_mn { [n, k, 1] } else { [k, n, 1] };
+    let of_a = map(p.a, a, whole(p.lda, a[1]), TILE_K);
+    [of_a, map(p.b, b, whole(p.ldb, b[1]), v.b_rows())]
+}
+
+fn product(p: &TwGemm, counter: u64, [parts, steps]: [usize; 2]) -> TwHopper {
+    TwHopper {
+        d: p.d,
+        bias: p.bias,
+        aux: p.aux,
+        counter,
+        ldd: p.ldd,
+        ldaux: p.ldaux,
+        m: p.m,
+        n: p.n,
+        k: p.k,
+        flags: p.flags,
+        parts: parts as u32,
+        steps: steps as u32,
+    }
+}
+
+/// Runs `c` with the contraction cut into parts of `steps` stages, by a kernel for their sums and
+/// one that adds and finishes them; D.
+pub fn check_in_parts(
+    libs: [&'static Lib; 2],
+    c: &Case,
+    v: &Variant,
+    (blocks, steps): (u32, usize),
+    seed: u64,
+) -> Vec<u8> {
+    let parts = c.k.div_ceil(steps * TILE_K);
+    let space = Memory::new("sums", ANY, 4 * parts * c.m * c.n);
+    let kernels = [libs[0].kernel("tw_hopper_gemm"), libs[1].kernel("tw_hopper_sum_parts")];
+    c.check_launches(
+        if v.f16 { Type::F16 } else { Type::Bf16 },
+        seed,
+        Some(&space),
+        |p, counter| {
+            let of_parts = v.of_parts();
+            let launch = kernels[0].grid([blocks, 1, 1], [THREADS, 1, 1]).cluster(CLUSTER);
+            let [a, b] = operands(c, v, p);
+            let counter = if seed % 2 == 1 { counter } else { 0 };
+            let g = product(p, counter, [parts, steps]);
+            let sums =
+                TwHopper { d: space.addr(), bias: 0, aux: 0, ldd: c.n as i64, flags: 0, ..g };
+            let first = launch.smem(of_parts.shared_bytes()).arg(&sums).arg(&a).arg(&b).arg(&a);
+            let grid = [(c.cols() as u32).div_ceil(2 * SUM_THREADS), p.m, 1];
+            let second = kernels[1].grid(grid, [SUM_THREADS, 1, 1]).arg(&g).arg(&space.addr());
+            vec![first, second]
+        },
+    )
+}
+
+fn in_parts(c: &Case, cols: usize, launch: (u32, usize), seed: u64) -> Vec<u8> {
+    let v = variant(c, c.out == Type::F16, cols);
+    check_in_parts([lib(&v.of_parts()), sums(&v)], c, &v, launch, seed)
 }
 
 fn check(c: &Case, f16: bool, cols: usize, blocks: u32, seed: u64) -> Vec<u8> {
@@ -205,4 +275,25 @@ fn hopper_bits_do_not_depend_on_the_launch() {
     let all = [(128, 2, 0), (128, 6, 1), (192, 4, 2), (256, 2, 3)];
     let all = all.map(|(cols, blocks, seed)| check(&c, false, cols, blocks, seed));
     assert!(all.iter().all(|d| *d == all[0]), "bits of D");
+}
+
+/// Each function of the sums, orders, edges, and parts of which the last is short.
+fn hopper_sums_in_parts() {
+    for (i, c) in epilogue_cases(Nt).into_iter().enumerate() {
+        in_parts(&Case { k: 200, ..c }, 128, (2 + 2 * (i as u32 % 2), 2), i as u64);
+    }
+    let f16 = Case { out: Type::F16, ..case(Nn, 72, 136, 328) };
+    in_parts(&f16, 128, (4, 1), 1);
+    in_parts(&Case { act: SWIGLU, bias: true, ..f16 }, 256, (4, 2), 2);
+    // All parts by one cluster, and in order whatever the launch.
+    let c = Case { out: Type::Bf16, ..case(Tn, 264, 136, 328) };
+    let all = [(128, (2, 2), 1), (128, (6, 2), 2), (256, (4, 2), 3)];
+    let all = all.map(|(cols, launch, seed)| in_parts(&c, cols, launch, seed));
+    assert!(all.iter().all(|d| *d == all[0]), "bits of D");
+    let exact = Case { exact: true, ..c };
+    in_parts(&exact, 128, (4, 3), 5);
+    in_parts(&Case { out: Type::F32, ..exact }, 128, (4, 3), 6);
+    // One part is the product itself, in every bit.
+    let one = Case { out: Type::F32, ..case(Nt, 136, 144, 200) };
+    assert!(in_parts(&one, 128, (2, 4), 1) == check(&one, false, 128, 2, 1), "bits of one part");
 }

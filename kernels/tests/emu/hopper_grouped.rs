@@ -91,6 +91,8 @@ fn params(
         n: g.n,
         k: g.k,
         flags: g.flags,
+        parts: 0,
+        steps: 0,
     };
     let grouped = TwHopperGrouped {
         g: product,

@@ -2,17 +2,22 @@
 //!
 //! A library has one variant, so scenarios load their own of the same text.
 
-use tilewire_kernels::hopper::{HOPPER_GEMM, Variant};
+use tilewire_kernels::hopper::{HOPPER_GEMM, HOPPER_SUM_PARTS, Variant};
 
 use crate::gemm::Layout::{Nn, Nt, Tn};
 use crate::gemm::{Case, DGELU, DSWIGLU, GELU, RELU, SWIGLU, Type, case};
-use crate::hopper::{check_on, load, variant};
+use crate::hopper::{check_in_parts, check_on, lib, load, load_of, sums, variant};
 use crate::host::Lib;
 use crate::planted::{Scenario, all_are_killed};
 use crate::{Test, scenarios, tests};
 
-pub const TESTS: &[Test] =
-    tests![hopper_scenarios, hopper_core_mutants, hopper_order_mutants, hopper_epilogue_mutants];
+pub const TESTS: &[Test] = tests![
+    hopper_scenarios,
+    hopper_core_mutants,
+    hopper_order_mutants,
+    hopper_epilogue_mutants,
+    hopper_sum_mutants
+];
 
 /// Runs `c` by the text that `lib` was made of.
 fn run(lib: &'static Lib, c: &Case, cols: usize, blocks: u32, seed: u64) {
@@ -90,6 +95,32 @@ fn epilogues(lib: &'static Lib) {
     run(lib, &Case { bias: true, accumulate: true, ..c }, 256, 2, 1);
 }
 
+/// Three parts of the contraction, of which the last is short.
+fn parts(by: &'static Lib) {
+    let c = Case { bias: true, ..plain(Nt, 136, 136, 328) };
+    let v = variant(&c, false, 128);
+    let products = load(by.text().to_owned(), &v.of_parts());
+    check_in_parts([products, sums(&v)], &c, &v, (4, 2), 1);
+}
+
+/// Runs `c` with its contraction in parts that are added by the text that `by` was made of.
+fn added(by: &'static Lib, c: &Case) {
+    let v = variant(c, false, 128);
+    let adds = load_of(&HOPPER_SUM_PARTS, by.text().to_owned(), &v.of_sums());
+    check_in_parts([lib(&v.of_parts()), adds], c, &v, (4, 2), 1);
+}
+
+fn sums_of_parts(by: &'static Lib) {
+    added(by, &Case { bias: true, pad: 8, ..plain(Nt, 40, 72, 328) });
+}
+
+fn halves(by: &'static Lib) {
+    let c = plain(Nn, 40, 144, 200);
+    for act in [SWIGLU, DSWIGLU] {
+        added(by, &Case { act, ..c });
+    }
+}
+
 /// What fails with a mutant must pass without.
 fn hopper_scenarios() {
     let lib = base(HOPPER_GEMM.emu_text());
@@ -103,15 +134,25 @@ fn hopper_scenarios() {
         wide_results,
         wide_bias,
         epilogues,
+        parts,
     ] {
         f(lib);
     }
+    let lib = base_of_sums(HOPPER_SUM_PARTS.emu_text());
+    sums_of_parts(lib);
+    halves(lib);
 }
 
 /// The plain product of narrow tiles.
 fn base(text: String) -> &'static Lib {
     let v: Variant = variant(&plain(Nt, 8, 8, 8), false, 128);
     load(text, &v)
+}
+
+/// What ends a product with a bias.
+fn base_of_sums(text: String) -> &'static Lib {
+    let c = Case { bias: true, ..plain(Nt, 8, 8, 8) };
+    load_of(&HOPPER_SUM_PARTS, text, &variant(&c, false, 128).of_sums())
 }
 
 fn killed(of: (&str, &str), scenarios: &[Scenario]) {
@@ -122,6 +163,7 @@ fn hopper_core_mutants() {
     killed(("hopper/sm90_gemm", "core"), scenarios![beginnings, long_sums, one_step, orders]);
     killed(("hopper/sm90_gemm", "store"), scenarios![one_step, wide_results]);
     killed(("hopper/sm90_gemm", "tickets"), scenarios![counted]);
+    killed(("hopper/sm90_gemm", "parts"), scenarios![parts]);
 }
 
 fn hopper_order_mutants() {
@@ -130,4 +172,10 @@ fn hopper_order_mutants() {
 
 fn hopper_epilogue_mutants() {
     killed(("hopper/sm90_gemm", "epilogue"), scenarios![epilogues, wide_bias]);
+}
+
+fn hopper_sum_mutants() {
+    let of = ("hopper/sm90_sum_parts", "sums");
+    let text = HOPPER_SUM_PARTS.emu_text();
+    all_are_killed(&text, base_of_sums, of, scenarios![sums_of_parts, halves]);
 }

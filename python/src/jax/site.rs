@@ -33,7 +33,6 @@ const SLACK_BYTES: usize = 256 << 10;
 const GROWTHS: usize = 4;
 
 /// A plan, and what a launch passes beside tensors.
-#[expect(clippy::large_enum_variant, reason = "there is one for each call site and rank")]
 pub enum Body {
     Collective(CollectivePlan, usize),
     AgGemm(AgGemmPlan, usize),

@@ -1,21 +1,24 @@
 //! Times of products of shapes that nobody has tuned for, on CUDA device 0, bf16, random inputs:
-//! drawn from a seed, or of few rows whose weights are not in L2. One JSON object a line.
+//! drawn from a seed, or of few rows whose weights are not in L2, or of few tiles, with the
+//! contraction cut into so many parts. One JSON object a line.
 //!
 //! A graph of many launches is replayed: many of these products take less time than a host needs to
 //! launch them.
 //!
-//! `cargo run --release -p tilewire-ops --example rates drawn [SEED [NUMBER]]`, `rates cold`.
+//! `cargo run --release -p tilewire-ops --example rates drawn [SEED [NUMBER]]`, `rates cold`,
+//! `rates parts [M,N,K ...]`.
 
 use tilewire_core::{DType, Result, Rng, Shape};
 use tilewire_device::cuda::CudaContext;
 use tilewire_device::{Device, Stream, Tensor};
-use tilewire_ops::gemm::{GemmBackend, GemmDesc, GemmInputs};
+use tilewire_ops::gemm::{GemmBackend, GemmDesc, GemmInputs, GemmPlan};
 
-use crate::gemm::{fastest, prepared};
+use crate::gemm::{fastest, prepared, shape};
 use crate::{Launch, Turn, normal, take_turns};
 
-/// The ways of a plan.
-const WAYS: [GemmBackend; 2] = [GemmBackend::Auto, GemmBackend::Hopper];
+/// A backend, and the parts that contractions are cut into, if they are asked for.
+type Way = (GemmBackend, Option<usize>);
+const WAYS: [Way; 2] = [(GemmBackend::Auto, None), (GemmBackend::Hopper, None)];
 const SEED: u64 = 20_261_128;
 const NUMBER: usize = 60;
 /// The most rows, and the most elements of A and D, of a drawn shape.
@@ -23,6 +26,22 @@ const ROWS: f64 = 65536.0;
 const ELEMENTS: usize = 1 << 29;
 /// Weights of few rows: columns and contraction.
 const WEIGHTS: [[usize; 2]; 4] = [[4096, 4096], [7168, 8192], [8192, 28672], [16384, 2048]];
+/// Products of few tiles, and the parts that their contractions are cut into.
+const FEW_TILES: [[usize; 3]; 12] = [
+    [1, 4096, 4096],
+    [64, 4096, 4096],
+    [64, 7168, 8192],
+    [64, 8192, 28672],
+    [16, 16384, 2048],
+    [1, 4992, 1024],
+    [150, 2240, 3072],
+    [300, 1024, 8192],
+    [675, 2048, 7808],
+    [1024, 1024, 16384],
+    [2048, 512, 4096],
+    [512, 512, 65536],
+];
+const PARTS: [usize; 8] = [1, 2, 3, 4, 6, 8, 12, 16];
 const FEW: [usize; 5] = [1, 4, 16, 32, 64];
 /// Bytes of weights that launches go through in turn: four times the L2 of an H200 and more.
 const COLD_BYTES: usize = 256 << 20;
@@ -49,7 +68,7 @@ pub(crate) fn main() -> Result<()> {
     let mut rng = Rng::new(seed);
     (0..number).try_for_each(|_| {
         let shape = draw(&mut rng);
-        bench(&ctx, "drawn", shape, 1, true)
+        bench(&ctx, "drawn", shape, 1, &WAYS, true)
     })
 }
 
@@ -58,9 +77,20 @@ pub(crate) fn cold() -> Result<()> {
     let ctx = CudaContext::new(0)?;
     for [n, k] in WEIGHTS {
         let copies = COLD_BYTES.div_ceil(2 * n * k) + 1;
-        FEW.into_iter().try_for_each(|m| bench(&ctx, "cold", [m, n, k], copies, false))?;
+        let few = |m| bench(&ctx, "cold", [m, n, k], copies, &WAYS, false);
+        FEW.into_iter().try_for_each(few)?;
     }
     Ok(())
+}
+
+/// Few tiles: the core with each number of parts beside what it chooses, and cuBLASLt's fastest.
+pub(crate) fn parts() -> Result<()> {
+    let ctx = CudaContext::new(0)?;
+    let given: Vec<[usize; 3]> = std::env::args().skip(2).filter_map(shape).collect();
+    let shapes = if given.is_empty() { &FEW_TILES[..] } else { &given };
+    let parts = PARTS.map(|n| (GemmBackend::Hopper, Some(n)));
+    let ways: Vec<Way> = WAYS.into_iter().chain(parts).collect();
+    shapes.iter().try_for_each(|s| bench(&ctx, "parts", *s, 1, &ways, true))
 }
 
 /// A graph of `num` launches, which take the weights in turn.
@@ -83,6 +113,7 @@ fn bench(
     work: &str,
     [m, n, k]: [usize; 3],
     copies: usize,
+    ways: &[Way],
     best: bool,
 ) -> Result<()> {
     let stream = Stream::on(ctx)?;
@@ -92,13 +123,16 @@ fn bench(
     let out = Tensor::zeros_on(&device, DType::BF16, Shape::d2(m, n))?;
     let desc = GemmDesc::nt(m, n, k, DType::BF16);
     let (mut turns, num) = (Vec::new(), LAUNCHES.next_multiple_of(copies));
-    for backend in WAYS {
-        let Some((plan, explain)) = prepared(&stream, desc, backend)? else { continue };
+    for (backend, parts) in ways {
+        let plan = GemmPlan::with_backend(desc, *backend)?;
+        let plan = parts.iter().fold(plan, |plan, n| plan.with_parts(*n));
+        let Some(explain) = prepared(&stream, &plan)? else { continue };
         let launch = |w: &Tensor| {
             let inputs = GemmInputs::new(a.clone(), w.clone(), out.clone());
             plan.launch(&stream, inputs).map(drop)
         };
-        turns.push(Turn::new(backend, explain, replays(&stream, &weights, num, launch)?));
+        let by = parts.map_or(backend.to_string(), |n| format!("{backend} {n}"));
+        turns.push(Turn::new(by, explain, replays(&stream, &weights, num, launch)?));
     }
     if best {
         let best = fastest(ctx, &stream, &desc, [&a, &weights[0], &out])?;

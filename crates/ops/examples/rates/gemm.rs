@@ -32,13 +32,15 @@ const SHAPES: [[usize; 3]; 10] = [
 
 pub(crate) fn main() -> Result<()> {
     let ctx = CudaContext::new(0)?;
-    let shape = |a: String| {
-        let v: Vec<usize> = a.split(',').filter_map(|x| x.parse().ok()).collect();
-        <[usize; 3]>::try_from(v).ok()
-    };
     let given: Vec<[usize; 3]> = std::env::args().skip(2).filter_map(shape).collect();
     let shapes = if given.is_empty() { &SHAPES[..] } else { &given };
     shapes.iter().try_for_each(|s| bench(&ctx, *s))
+}
+
+/// A shape of the command line.
+pub(crate) fn shape(a: String) -> Option<[usize; 3]> {
+    let v: Vec<usize> = a.split(',').filter_map(|x| x.parse().ok()).collect();
+    v.try_into().ok()
 }
 
 fn kinds([m, n, k]: [usize; 3]) -> Vec<(&'static str, GemmDesc)> {
@@ -74,7 +76,8 @@ fn bench(ctx: &CudaContext, shape @ [m, n, k]: [usize; 3]) -> Result<()> {
         let bias = Tensor::zeros_on(&device, DType::F32, Shape::d1(n))?;
         let mut turns = Vec::new();
         for backend in [GemmBackend::CublasLt, GemmBackend::Hopper, GemmBackend::Portable] {
-            let Some((plan, explain)) = prepared(&stream, desc, backend)? else { continue };
+            let plan = GemmPlan::with_backend(desc, backend)?;
+            let Some(explain) = prepared(&stream, &plan)? else { continue };
             let (stream, a, b, out, bias) = (&stream, &a, &b, &out, &bias);
             let launch: Launch<'_> = Box::new(move || {
                 let bias = desc.epilogue.bias.then(|| bias.clone());
@@ -102,20 +105,15 @@ fn bench(ctx: &CudaContext, shape @ [m, n, k]: [usize; 3]) -> Result<()> {
     Ok(())
 }
 
-/// A plan and how it computes; none where the backend cannot.
-pub(crate) fn prepared(
-    stream: &Stream,
-    desc: GemmDesc,
-    backend: GemmBackend,
-) -> Result<Option<(GemmPlan, String)>> {
-    let plan = GemmPlan::with_backend(desc, backend)?;
+/// How a plan computes; none where its backend cannot.
+pub(crate) fn prepared(stream: &Stream, plan: &GemmPlan) -> Result<Option<String>> {
     match plan.prepare(stream) {
         Err(e) if e.is_unsupported() || e.is_unavailable() => return Ok(None),
         r => r?,
     }
     // One line, as it stands in a string.
     let explain = plan.explain().lines().last().unwrap_or_default().replace(['"', '\\'], "'");
-    Ok(Some((plan, explain)))
+    Ok(Some(explain))
 }
 
 /// The fastest of cuBLASLt's first algorithms for a product, by a first pass of a few runs each.

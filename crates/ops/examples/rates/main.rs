@@ -1,11 +1,10 @@
-//! Rates of single operations on one GPU: `layers`, `gemm`, `drawn`, `cold`, `grouped` or
+//! Rates of single operations on one GPU: `layers`, `gemm`, `drawn`, `cold`, `parts`, `grouped` or
 //! `attention`.
 //!
 //! Ways to one result take turns, the card at rest before each, and once more in the other order:
 //! the median of 20 launches in all, which follow each other.
 //!
-//! `cargo run --release -p tilewire-ops --example rates layers|gemm|drawn|cold|grouped|attention
-//! [SHAPE ...]`
+//! `cargo run --release -p tilewire-ops --example rates WHAT [SHAPE ...]`
 
 #![expect(clippy::print_stdout, reason = "a program that prints its results")]
 
@@ -90,10 +89,11 @@ fn main() -> Result<()> {
         Some("gemm") => gemm::main(),
         Some("drawn") => drawn::main(),
         Some("cold") => drawn::cold(),
+        Some("parts") => drawn::parts(),
         Some("grouped") => grouped::main(),
         Some("attention") => attention::main(),
         other => Err(Error::invalid("which rates?")
-            .expected("`layers`, `gemm`, `drawn`, `cold`, `grouped` or `attention`")
+            .expected("`layers`, `gemm`, `drawn`, `cold`, `parts`, `grouped` or `attention`")
             .seen(other.unwrap_or("nothing"))),
     }
 }

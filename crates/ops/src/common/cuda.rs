@@ -359,6 +359,7 @@ mod tests {
             "EP_RETURN",
             "HOPPER_GEMM",
             "HOPPER_GROUPED_GEMM",
+            "HOPPER_SUM_PARTS",
             "LAYERS",
             "MOVE",
             "OPTIMIZER",

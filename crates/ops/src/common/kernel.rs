@@ -56,6 +56,8 @@ pub(crate) struct GemmChoice {
     pub backend: GemmBackend,
     /// The most multiprocessors of a launch, if it may not take all.
     pub num_sms: Option<u32>,
+    /// Parts into which the core for sm_90a cuts contractions; without it plans choose.
+    pub parts: Option<usize>,
 }
 
 impl GemmChoice {
@@ -90,7 +92,7 @@ impl GemmChoice {
 
 impl From<GemmBackend> for GemmChoice {
     fn from(backend: GemmBackend) -> Self {
-        Self { backend, num_sms: None }
+        Self { backend, ..Self::default() }
     }
 }
 

@@ -17,7 +17,7 @@ const MOST: usize = 4;
 /// A workspace of launches that are no part of a graph.
 struct Slot<T> {
     /// The stream that has used it last, behind whose work it is free.
-    of: StreamKey,
+    of: Option<StreamKey>,
     last: CudaEvent,
     space: Arc<T>,
 }
@@ -54,13 +54,24 @@ impl<T: Send + Sync + 'static> Workspaces<T> {
         (self.new)(&self.ctx).map(Arc::new)
     }
 
+    /// Makes a workspace for the launches of all streams, which take turns.
+    ///
+    /// # Errors
+    /// Out of memory.
+    pub fn prepare_one(&self) -> Result<()> {
+        let mut s = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        let last = CudaEvent::new(&self.ctx, false)?;
+        s.slots.push(Slot { of: None, last, space: self.make()? });
+        Ok(())
+    }
+
     /// Gives `stream` a workspace of its own, if there are not enough of them.
     ///
     /// # Errors
     /// Out of memory.
     pub fn prepare(&self, stream: &CudaStream) -> Result<()> {
         let mut s = self.state.lock().unwrap_or_else(PoisonError::into_inner);
-        let of = stream.key();
+        let of = Some(stream.key());
         if s.slots.len() < MOST && s.slots.iter().all(|slot| slot.of != of) {
             let last = CudaEvent::new(&self.ctx, false)?;
             s.slots.push(Slot { of, last, space: self.make()? });
@@ -92,13 +103,13 @@ impl<T: Send + Sync + 'static> Workspaces<T> {
             // The plan was made, and its first workspace was not.
             return Err(not_prepared());
         }
-        let own = s.slots.iter().position(|slot| slot.of == of);
+        let own = s.slots.iter().position(|slot| slot.of == Some(of));
         let at = own.or_else(|| s.slots.iter().position(|slot| slot.last.is_done())).unwrap_or(0);
         let mut slot = s.slots.remove(at);
         let queued = || -> Result<R> {
-            if slot.of != of {
+            if slot.of != Some(of) {
                 stream.wait(&slot.last)?;
-                slot.of = of;
+                slot.of = Some(of);
             }
             holding(stream, slot.space.clone(), || queue(&slot.space))
         };

@@ -50,6 +50,18 @@ impl GemmPlan {
         self
     }
 
+    /// Sets into how many parts the core for sm_90a cuts the contraction of every product; to be
+    /// called before [`GemmPlan::prepare`]. The sums of the parts are added in their order by a
+    /// second kernel. Without it, products whose tiles are too few for the multiprocessors are cut
+    /// by a model of the time, of rows, sizes and device: then bits depend on the number of rows.
+    /// With 1 an element's bits depend on its row and column of the operands alone, whatever other
+    /// rows there are. Other kernels take no notice.
+    #[must_use]
+    pub fn with_parts(mut self, parts: usize) -> Self {
+        self.choice.parts = Some(parts.max(1));
+        self
+    }
+
     /// In words, what makes the products, and why it does: known after [`GemmPlan::prepare`].
     pub fn explain(&self) -> String {
         let how = self.ready.cuda().map_or_else(

@@ -49,7 +49,7 @@ fn to_oracle(act: Activation) -> oracle::Activation {
 
 /// A product with its operands as they are, and the tensors of its launch.
 pub struct Problem {
-    desc: GemmDesc,
+    pub desc: GemmDesc,
     m: usize,
     a: Mat,
     b: Mat,

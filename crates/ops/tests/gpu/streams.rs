@@ -5,11 +5,12 @@ use tilewire_testing::{Lack, WORDS, did_not_run};
 
 use crate::driver::Driver;
 
-const TESTS: [&str; 4] = [
+const TESTS: [&str; 5] = [
     "attention_streams::launches_of_attention_on_two_streams_do_not_meet",
     "attention_streams::graphs_of_attention_do_not_meet_launches_nor_their_own_branches",
     "grouped_gemm::launches_on_two_streams_do_not_meet",
     "grouped_gemm::graphs_do_not_meet_launches_nor_their_own_branches",
+    "parts::launches_in_parts_do_not_meet",
 ];
 
 /// `cargo xtask test --full`: twenty replays of each form.

@@ -4,20 +4,21 @@ use std::sync::Arc;
 
 use tilewire_core::{DType, Error, Result};
 use tilewire_device::cuda::{
-    CudaContext, CudaStream, Grid, Kernel, LaunchArgs, MapPromotion, MapSwizzle, RawTensorMap,
-    TensorMapDesc,
+    CudaContext, CudaMemory, CudaStream, Grid, Kernel, LaunchArgs, MapPromotion, MapSwizzle,
+    RawTensorMap, TensorMapDesc,
 };
 use tilewire_kernels::abi::TwHopper;
 use tilewire_kernels::hopper::{
-    BOX_COLS, CLUSTER, Epilogue, HOPPER_GEMM, Order, STORE_ROWS, THREADS, TILE_K, TILE_M, Variant,
-    pairs,
+    BOX_COLS, CLUSTER, Epilogue, HOPPER_GEMM, HOPPER_SUM_PARTS, STORE_ROWS, SUM_THREADS, THREADS,
+    TILE_K, TILE_M, Variant,
 };
 
-use super::cublaslt::row_counts;
 use super::product::{ACCUMULATE, Matrix, Product, bias_flag};
+use super::tiles::{Cut, Wanted, best, num_pairs, order, variants, wanted};
 use crate::common::counters::Counters;
-use crate::common::cuda::{lacks_sm90, load};
+use crate::common::cuda::{lacks_sm90, load, workspace};
 use crate::common::kernel::GemmChoice;
+use crate::common::workspaces::Workspaces;
 use crate::gemm::{AOrder, Activation, BOrder, GemmDesc};
 
 /// Addresses, and rows that tensor maps describe, are multiples of this.
@@ -53,87 +54,50 @@ pub(super) fn unfit(d: &GemmDesc) -> Option<String> {
     })
 }
 
-fn order(d: &GemmDesc) -> Option<Order> {
-    match (d.a_order, d.b_order) {
-        (AOrder::Mk, BOrder::Nk) => Some(Order::Nt),
-        (AOrder::Mk, BOrder::Kn) => Some(Order::Nn),
-        (AOrder::Km, BOrder::Kn) => Some(Order::Tn),
-        (AOrder::Km, BOrder::Nk) => None,
-    }
-}
-
-/// The variants that launches of a description may need: those of one epilogue in all widths.
-fn variants(d: &GemmDesc) -> Option<Vec<Variant>> {
-    let (order, e) = (order(d)?, &d.epilogue);
-    let epilogue = match e.activation {
-        // A launch of another operation's tile may store the bare product, too.
-        Activation::None if e.bias || e.accumulate => Epilogue::Linear,
-        Activation::None => Epilogue::Plain,
-        Activation::Relu => Epilogue::Relu,
-        Activation::Gelu => Epilogue::Gelu,
-        Activation::SwiGlu => Epilogue::SwiGlu,
-        Activation::DGelu => Epilogue::DGelu,
-        Activation::DSwiGlu => Epilogue::DSwiGlu,
-    };
-    let (f16, out_f32) = (d.a == DType::F16, d.out == DType::F32);
-    let fits =
-        |v: &Variant| (v.order, v.f16, v.out_f32, v.epilogue) == (order, f16, out_f32, epilogue);
-    Some(Variant::all().into_iter().filter(fits).collect())
-}
-
-/// The cost of a tile of `cols` columns, in columns of the widest: its rate among whole waves of
-/// 8192 x 8192 x 8192 as measured on one H100 (docs/lab/gemm.md), where tiles of 256 columns take
-/// 16 waves and those of 224, 192 and 128 take 18, 21 and 32, and the time beside its products.
-fn tile_cost(cols: usize, k: usize) -> f64 {
-    let rate = match cols {
-        256 => 1.0,
-        224 => 0.979,
-        192 => 0.973,
-        _ => 0.845,
-    };
-    // About 2 us, the time of 64 x 16 elements of k at 256 columns.
-    cols as f64 / rate + 256.0 * 160.0 / k as f64
-}
-
-/// The one of `all`, of which there is one at least, that takes least for a product of (m, n, k):
-/// by whole waves of clusters. Every one gives the same bits.
-fn best(all: impl Iterator<Item = Variant>, shape: [usize; 3], clusters: u32) -> Option<Variant> {
-    let cost = |v: &Variant| {
-        let waves = num_pairs(v, shape).div_ceil(clusters as usize);
-        waves as f64 * tile_cost(v.cols, shape[2])
-    };
-    all.min_by(|a, b| cost(a).total_cmp(&cost(b)))
-}
-
-fn num_pairs(v: &Variant, [m, n, _]: [usize; 3]) -> usize {
-    let cols = if v.epilogue == Epilogue::SwiGlu { n / 2 } else { n };
-    pairs(m.div_ceil(TILE_M), cols.div_ceil(v.width()))
-}
-
-/// The variants that launches of at most `d.m` rows take: those that are best for some numbers of
-/// rows, so that no plan compiles what it never launches.
-fn wanted(d: &GemmDesc, clusters: u32) -> Vec<Variant> {
-    let all = variants(d).unwrap_or_default();
-    let best = row_counts(d.m)
-        .into_iter()
-        .filter_map(|m| best(all.iter().copied(), [m, d.n, d.k], clusters));
-    let mut found: Vec<Variant> = Vec::new();
-    best.for_each(|v| {
-        if !found.contains(&v) {
-            found.push(v);
-        }
-    });
-    found
-}
-
 /// The kernels of one description on one device.
 pub(super) struct Hopper {
     ctx: CudaContext,
     desc: GemmDesc,
-    /// At least one.
-    kernels: Vec<(Variant, Kernel)>,
+    epilogue: Epilogue,
+    wanted: Wanted,
+    /// For whole contractions.
+    kernels: Kernels,
+    /// For contractions that are cut into parts, if some are.
+    parts: Option<Parts>,
     clusters: u32,
     counters: Arc<Counters>,
+}
+
+type Kernels = Vec<(Variant, Kernel)>;
+
+/// Kernels and workspace of contractions in parts.
+struct Parts {
+    kernels: Kernels,
+    /// Adds the parts and finishes D.
+    sum: Kernel,
+    /// Memory for the sums of all parts.
+    spaces: Workspaces<CudaMemory>,
+}
+
+fn load_all(ctx: &CudaContext, all: &[Variant]) -> Result<Kernels> {
+    let of = |v: &Variant| {
+        let kernel = load(ctx, &HOPPER_GEMM, v.defines())?.kernel("tw_hopper_gemm")?;
+        kernel.allow_shared(v.shared_bytes())?;
+        Ok((*v, kernel))
+    };
+    all.iter().map(of).collect()
+}
+
+impl Parts {
+    /// Loads what `wanted` needs; `v`: a variant of the description.
+    fn new(ctx: &CudaContext, wanted: &Wanted, v: &Variant) -> Result<Self> {
+        let sum = load(ctx, &HOPPER_SUM_PARTS, v.of_sums().defines())?;
+        let bytes = wanted.bytes;
+        let spaces = Workspaces::new(ctx, move |ctx| workspace(ctx, bytes));
+        spaces.prepare_one()?;
+        let kernels = load_all(ctx, &wanted.of_parts)?;
+        Ok(Self { kernels, sum: sum.kernel("tw_hopper_sum_parts")?, spaces })
+    }
 }
 
 impl Hopper {
@@ -150,17 +114,24 @@ impl Hopper {
     /// # Errors
     /// As [`CudaContext::module`]; `Unsupported` if the device refuses the shared memory.
     pub fn new(ctx: &CudaContext, d: &GemmDesc, choice: GemmChoice) -> Result<Self> {
+        let all = GemmChoice::default().clusters(ctx.num_sms()?, CLUSTER);
         let clusters = choice.clusters(ctx.num_sms()?, CLUSTER);
-        let mut kernels = Vec::new();
-        for v in wanted(d, clusters) {
-            let kernel = load(ctx, &HOPPER_GEMM, v.defines())?.kernel("tw_hopper_gemm")?;
-            kernel.allow_shared(v.shared_bytes())?;
-            kernels.push((v, kernel));
-        }
-        if kernels.is_empty() {
+        let wanted = wanted(d, choice.parts, all, clusters);
+        let Some(v) = variants(d).and_then(|all| all.first().copied()) else {
             return Err(Error::internal("no variant of the core fits"));
-        }
-        Ok(Self { ctx: ctx.clone(), desc: *d, kernels, clusters, counters: Counters::of(ctx)? })
+        };
+        let kernels = load_all(ctx, &wanted.whole)?;
+        let parts = (!wanted.of_parts.is_empty()).then(|| Parts::new(ctx, &wanted, &v));
+        Ok(Self {
+            ctx: ctx.clone(),
+            desc: *d,
+            epilogue: v.epilogue,
+            wanted,
+            kernels,
+            parts: parts.transpose()?,
+            clusters,
+            counters: Counters::of(ctx)?,
+        })
     }
 
     /// Returns what is used, equal in processes that use the same.
@@ -170,18 +141,27 @@ impl Hopper {
 
     /// Returns what is used, for people.
     pub fn explain(&self) -> String {
-        let cols: Vec<_> = self.kernels.iter().map(|(v, _)| v.cols.to_string()).collect();
+        let of = |kernels: &Kernels| {
+            let cols: Vec<_> = kernels.iter().map(|(v, _)| v.cols.to_string()).collect();
+            format!("{TILE_M} rows x {} columns", cols.join(" or "))
+        };
+        let whole = (!self.kernels.is_empty()).then(|| of(&self.kernels));
+        let parts = self.parts.as_ref().map(|p| {
+            let (c, m) = (self.wanted.most_parts(), self.wanted.bytes >> 10);
+            format!("{}, k in up to {c} parts, {m} KiB for their sums", of(&p.kernels))
+        });
+        let tiles: Vec<_> = whole.into_iter().chain(parts).collect();
         format!(
-            "the core for sm_90a ({TILE_M} rows x {} columns, {} clusters of {CLUSTER} blocks); the \
-             portable kernel where an address or a row is no multiple of {ALIGN_BYTES} bytes",
-            cols.join(" or "),
+            "the core for sm_90a ({}; {} clusters of {CLUSTER} blocks); the portable kernel where an \
+             address or a row is no multiple of {ALIGN_BYTES} bytes",
+            tiles.join("; few rows: "),
             self.clusters,
         )
     }
 
     /// Returns why it does not make this product; none if it does.
     pub fn refuses(&self, p: &Product) -> Option<String> {
-        let (d, e) = (&self.desc, &self.kernels[0].0.epilogue);
+        let (d, e) = (&self.desc, &self.epilogue);
         let (m, n, k) = p.shape;
         if (n, k) != (d.n, d.k) {
             return Some("it is not the product that the kernels were chosen for".to_owned());
@@ -213,7 +193,7 @@ impl Hopper {
         odd(p.bias.addr, pair).then(|| unaligned("the bias", pair))
     }
 
-    /// Queues a product that is not refused: one kernel.
+    /// Queues a product that is not refused: one kernel, or two where its contraction is cut.
     ///
     /// # Safety
     /// As `GemmKernels::launch`.
@@ -221,31 +201,76 @@ impl Hopper {
     /// # Errors
     /// What the driver reports.
     pub unsafe fn launch(&self, stream: &CudaStream, p: &Product) -> Result<()> {
-        let (m, n, k) = p.shape;
-        let shape = [m, n, k];
-        let v = best(self.kernels.iter().map(|(v, _)| *v), shape, self.clusters);
-        let found = self.kernels.iter().find(|(of, _)| Some(*of) == v);
-        let Some((v, kernel)) = found else {
-            return Err(Error::internal("a product was launched that has no variant of the core"));
+        let (Some(cut), Some(parts)) = (self.wanted.cut(p.shape.0), &self.parts) else {
+            let whole = Cut::new(self.desc.k, 1);
+            let param = self.param(p, whole);
+            // SAFETY: the caller's contract.
+            return unsafe { self.products(stream, &self.kernels, p, param, whole) };
         };
-        let [a, b, d] = self.maps(v, p)?;
-        let (num, clusters) = (num_pairs(v, shape), self.clusters as usize);
-        let param = TwHopper {
+        parts.spaces.with(stream, |space| {
+            let ((_, n, _), sums) = (p.shape, space.addr());
+            let param = self.param(p, cut);
+            let of_parts = TwHopper { d: sums, ldd: n as i64, bias: 0, aux: 0, ..param };
+            let cols = if self.epilogue == Epilogue::SwiGlu { n / 2 } else { n };
+            let blocks = [cols.div_ceil(2 * SUM_THREADS as usize) as u32, param.m, 1];
+            let grid = Grid { blocks, ..Grid::new(1, SUM_THREADS) }.early();
+            let args = LaunchArgs::new().arg(&param).arg(&sums);
+            // SAFETY: the space has the sums of all parts, and is this launch's alone until both
+            // kernels are through. `tw_hopper_sum_parts` takes (TwHopper, const float*). The
+            // caller's contract for the rest.
+            unsafe {
+                self.products(stream, &parts.kernels, p, of_parts, cut)?;
+                parts.sum.launch(stream, grid, args)
+            }
+        })
+    }
+
+    /// The parameter of the kernels of `p`, but for the counter.
+    fn param(&self, p: &Product, cut: Cut) -> TwHopper {
+        let (m, n, k) = p.shape;
+        TwHopper {
             d: p.d.addr,
             bias: p.bias.addr,
             aux: p.aux.addr,
-            // A cluster that has one pair of tiles needs no number.
-            counter: if num > clusters { self.counters.next(stream) } else { 0 },
+            counter: 0,
             ldd: p.d.ld as i64,
             ldaux: p.aux.ld as i64,
             m: m as u32,
             n: n as u32,
             k: k as u32,
             flags: bias_flag(p.bias) | if p.accumulate { ACCUMULATE } else { 0 },
+            parts: cut.parts as u32,
+            steps: cut.steps as u32,
+        }
+    }
+
+    /// Queues the kernel of `p` that takes least of `all`.
+    ///
+    /// # Safety
+    /// As `GemmKernels::launch`; `param.d` has `cut.parts` matrices of f32 if there are several.
+    unsafe fn products(
+        &self,
+        stream: &CudaStream,
+        all: &Kernels,
+        p: &Product,
+        param: TwHopper,
+        cut: Cut,
+    ) -> Result<()> {
+        let (m, n, k) = p.shape;
+        let shape = [m, n, k];
+        let v = best(all.iter().map(|(v, _)| *v), shape, cut, self.clusters);
+        let Some((v, kernel)) = all.iter().find(|(of, _)| Some(*of) == v) else {
+            return Err(Error::internal("a product was launched that has no variant of the core"));
         };
+        let [a, b, d] = self.maps(v, p)?;
+        let (num, clusters) = (cut.parts * num_pairs(v, shape), self.clusters as usize);
+        // A cluster that has one pair of tiles needs no number.
+        let counter = if num > clusters { self.counters.next(stream) } else { 0 };
+        let param = TwHopper { counter, ..param };
         let grid = Grid::new(num.min(clusters) as u32 * CLUSTER, THREADS)
             .shared(v.shared_bytes())
-            .clusters([CLUSTER, 1, 1]);
+            .clusters([CLUSTER, 1, 1])
+            .early();
         let args = LaunchArgs::new().arg(&param).raw_map(&a).raw_map(&b).raw_map(&d);
         // SAFETY: `tw_hopper_gemm` takes (TwHopper, TwTensorMap, TwTensorMap, TwTensorMap); the
         // caller's contract for what they describe.
@@ -332,28 +357,5 @@ mod tests {
         ] {
             assert!(unfit(&bad).is_some_and(|w| w.contains(why)), "{bad}: {:?}", unfit(&bad));
         }
-    }
-
-    #[test]
-    fn waves_decide_about_the_width() {
-        let nt = GemmDesc::nt(8192, 8192, 8192, DType::BF16);
-        let all = variants(&nt).unwrap();
-        let cols: Vec<_> = all.iter().map(|v| v.cols).collect();
-        assert_eq!(cols, [256, 224, 192, 128]);
-        let best = |m, n, k| best(all.iter().copied(), [m, n, k], 66).unwrap().cols;
-        // As measured on one H100 (docs/lab/gemm.md).
-        for (m, n, k, want) in [
-            (8192, 8192, 8192, 256),
-            (8192, 7168, 8192, 256),
-            (4096, 4096, 4096, 256),
-            (2048, 7168, 8192, 224),
-        ] {
-            assert_eq!(best(m, n, k), want, "{m} {n} {k}");
-        }
-        // Few tiles: narrow ones keep more multiprocessors busy.
-        assert_eq!(best(256, 8192, 4096), 128);
-        // A plan loads what it may launch.
-        let cols = |m| wanted(&GemmDesc { m, ..nt }, 66).iter().map(|v| v.cols).collect::<Vec<_>>();
-        assert!(cols(64).len() == 1 && cols(8192).contains(&256), "{:?}", [cols(64), cols(8192)]);
     }
 }

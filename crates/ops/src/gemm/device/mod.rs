@@ -5,6 +5,7 @@ mod cublaslt;
 mod hopper;
 mod kernels;
 mod product;
+mod tiles;
 mod widen;
 
 pub(super) use kernels::Prepared;

@@ -260,6 +260,9 @@ impl Hopper {
             n: p.g.n,
             k: p.g.k,
             flags: p.g.flags,
+            // Sums of groups are whole.
+            parts: 0,
+            steps: 0,
         };
         let mut param = TwHopperGrouped {
             g: product,

@@ -1,0 +1,49 @@
+// D = act(the sums of parts, one behind the other (+ D) + bias): what is left of a product whose
+// contraction was cut into parts, which sm90_gemm.cu has stored as f32.
+//
+// `g.d`, bias, `aux`, `ldd`, `ldaux`, m, n, flags and parts as in sm90_gemm.cu; `sums` are
+// `g.parts` matrices [m, n]. The halves of DSwiGLU's D are n columns apart.
+//
+// Launch: blocks of TW_HG_SUM_THREADS threads, each of which has two neighbours of a row of D: as
+// many along x as columns take, and one along y for each row. No shared memory, no workspace.
+//
+// Algorithm: the parts of an element are added in their order, so that its bits depend on their
+// number alone; the epilogue is the one of the core (epilogue.cuh).
+
+#include "../ptx/grid.cuh"
+#include "epilogue.cuh"
+
+enum : u32 { TW_HG_SUM_THREADS = 128 };
+
+// The sum of the pair at `p` over `parts` matrices of `size` elements.
+__device__ __forceinline__ float2 tw_sum_of_parts(const float* __restrict__ p, u64 size, u32 parts) {
+    float2 sum = *(const float2*)p;
+    // Several loads are on their way at once.
+#pragma unroll 4
+    for (u32 i = 1; i < parts; i++) {
+        const float2 v = *(const float2*)(p + i * size);
+        sum.x += v.x, sum.y += v.y;
+    }
+    return sum;
+}
+
+extern "C" __global__ void __launch_bounds__(TW_HG_SUM_THREADS)
+tw_hopper_sum_parts(const __grid_constant__ TwHopper g, const float* __restrict__ sums) {
+    // The launch begins while the products end, and another product may begin while this one does.
+    griddepcontrol_wait();
+    griddepcontrol_launch_dependents();
+    const u32 cols = TW_HG_EPI == TW_HG_SWIGLU ? g.n / 2 : g.n;
+    const TwPoint at = {blockIdx.y, 2 * (blockIdx.x * TW_HG_SUM_THREADS + threadIdx.x), g.m, cols};
+    if (!at.has(0)) return;
+    const u64 size = (u64)g.m * g.n;
+    const float* const p = sums + at.at(0, g.n);
+    const float2 sum = tw_sum_of_parts(p, size, g.parts);
+    float2 up[1] = {make_float2(0.0f, 0.0f)};
+    if constexpr (TW_HG_EPI == TW_HG_SWIGLU) up[0] = tw_sum_of_parts(p + cols, size, g.parts);
+#pragma unroll
+    for (u32 half = 0; half < (TW_HG_EPI == TW_HG_DSWIGLU ? 2 : 1); half++) {
+        float2 v[1] = {sum};
+        tw_finish(g, at, v, up, half);
+        tw_store_pair(g.d, at.at(0, g.ldd) + half * g.n, v[0]);
+    }
+}
