@@ -7,7 +7,7 @@ use std::ops::Range;
 use serde::{Deserialize, Serialize};
 use tilewire_core::{Error, Result};
 
-use super::desc::Visible;
+use super::desc::{Visible, bound};
 use super::{AttnMask, Sequences};
 
 /// Tile sizes. Pure data; equal on all ranks.
@@ -124,6 +124,29 @@ impl<'a> Queries<'a> {
     /// Returns, for each span of keys, whether some query sees it.
     pub fn see(&self, kv: &[Range<usize>]) -> Vec<bool> {
         kv.iter().map(|keys| self.meet(keys).next().is_some()).collect()
+    }
+
+    /// Returns the global rows of keys, inside of sequences, at which what one of these spans of
+    /// queries may see begins, or behind which it ends.
+    pub fn edges(&self) -> Vec<usize> {
+        let mut out = Vec::new();
+        for (span, _) in &self.spans {
+            let first = self.seqs.q.partition_point(|s| s.end <= span.start);
+            let num = self.seqs.q[first..].partition_point(|s| s.start < span.end);
+            for (sq, skv) in self.seqs.q.iter().zip(&self.seqs.kv).skip(first).take(num) {
+                let (start, end) = (sq.start.max(span.start), sq.end.min(span.end));
+                if start >= end {
+                    continue;
+                }
+                let (len, shift) = (skv.len() as i64, skv.len() as i64 - sq.len() as i64);
+                let at = |row: usize| (row - sq.start) as i64 + shift;
+                let begins = self.mask.left.map(|left| at(start) - bound(left));
+                let ends = self.mask.right.map(|right| at(end) + bound(right));
+                let inside = begins.into_iter().chain(ends).filter(|j| (1..len).contains(j));
+                out.extend(inside.map(|j| skv.start + j as usize));
+            }
+        }
+        out
     }
 
     /// The slices against one span of keys, whose rows count from its first one.

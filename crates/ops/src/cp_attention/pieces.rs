@@ -313,6 +313,11 @@ impl Pieces<'_> {
         (at.clone(), &self.sched.areas[p / self.sizes.inner][at])
     }
 
+    /// Returns the spans of keys of rank `p` as kernels get them.
+    fn joined(&self, p: usize) -> Vec<Range<usize>> {
+        self.sched.joined(p / self.sizes.inner, self.sched.spans[p].clone())
+    }
+
     /// Returns the first dense row of the keys of rank `p`.
     pub fn first_key(&self, p: usize) -> usize {
         (0..p).map(|r| num_rows(self.spans(r).1)).sum()
@@ -410,19 +415,20 @@ impl Pieces<'_> {
 
     /// Returns the tables of my queries against my own keys, in rows of my tensors.
     pub fn own_tables(&self, seqs: &Sequences) -> Tables {
-        segments(&self.sched.member_q.concat(), self.spans(self.me.idx()).1, seqs)
+        segments(&self.sched.member_q.concat(), &self.joined(self.me.idx()), seqs)
     }
 
     /// Returns the tables of my group's queries against the keys of all ranks, in dense rows.
     pub fn all_tables(&self, seqs: &Sequences) -> Tables {
-        segments(&self.sched.member_q.concat(), &self.sched.areas.concat(), seqs)
+        let all = (0..self.sizes.size).flat_map(|p| self.joined(p));
+        segments(&self.sched.member_q.concat(), &all.collect::<Vec<_>>(), seqs)
     }
 
     /// Returns the tables of my queries against the keys of the other ranks, in dense rows.
     pub fn other_tables(&self, seqs: &Sequences) -> Tables {
         let me = self.me.idx();
         let others = (0..self.sizes.size).filter(|p| *p != me);
-        let others: Vec<_> = others.flat_map(|p| self.spans(p).1.to_vec()).collect();
+        let others: Vec<_> = others.flat_map(|p| self.joined(p)).collect();
         let (q, mut kv) = segments(&self.sched.member_q.concat(), &others, seqs);
         let (first, mine) = (self.first_key(me), num_rows(self.spans(me).1));
         for s in kv.iter_mut().filter(|s| s.row as usize >= first) {

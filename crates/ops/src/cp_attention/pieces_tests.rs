@@ -70,8 +70,7 @@ impl World {
     }
 
     /// Returns, of the rows of rank `owner` in their order, whether one of `readers` needs them: a
-    /// query of its group sees a row of the same sequence in the same chunk, or they are padding
-    /// between such rows.
+    /// query of its group sees them, or they are padding between such rows.
     pub fn wanted(&self, readers: &[usize], owner: usize) -> Vec<bool> {
         let mut all = vec![false; self.rows_kv(owner).len()];
         for r in readers {
@@ -94,7 +93,7 @@ impl World {
         for span in self.d.rows_kv(s, Rank::new(owner as u32), self.sizes.size) {
             for kv in span.clone() {
                 let here = rows.len();
-                rows.push(span.clone().any(|other| of(other) == of(kv) && sees(other)));
+                rows.push(sees(kv));
                 if rows[here] {
                     rows[before.unwrap_or(here)..here].fill(true);
                     before = Some(here);

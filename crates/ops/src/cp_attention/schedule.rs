@@ -8,7 +8,7 @@ use tilewire_core::Rank;
 use super::config::Strategy;
 use super::desc::CpAttentionDesc;
 use crate::attention::host::Dims;
-use crate::attention::{Queries, Sequences, Slice};
+use crate::attention::{AttnMask, Queries, Sequences, Slice};
 
 /// Ranks as `outer` groups of `inner` consecutive ones.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -46,8 +46,11 @@ pub(super) struct Schedule {
     /// Rows of each member of my group.
     pub member_q: Vec<Vec<Range<usize>>>,
     /// Rows of keys of each group, member after member: their order on the wire. Each span is of
-    /// one sequence, or padding.
+    /// one sequence, or padding, and where a mask hides rows by their distance each group's queries
+    /// see all of a span or none, as far as that depends on the span's place.
     pub areas: Vec<Vec<Range<usize>>>,
+    /// Of each area: the spans that go on where the one before them ends, in the same sequence.
+    continues: Vec<Vec<bool>>,
     /// The spans of each rank among those of its area.
     pub spans: Vec<Range<usize>>,
     /// Of each area: the spans that some query of my group needs.
@@ -86,6 +89,36 @@ fn by_sequence(spans: &[Range<usize>], sequences: &[Range<usize>]) -> Vec<Range<
     out
 }
 
+/// Cuts spans at `edges`, which ascend; true for those that go on where the one before them ends.
+fn by_edges(spans: Vec<Range<usize>>, edges: &[usize]) -> Vec<(Range<usize>, bool)> {
+    let mut out = Vec::with_capacity(spans.len());
+    for span in spans {
+        let first = edges.partition_point(|e| *e <= span.start);
+        let mut start = span.start;
+        for end in edges[first..].iter().take_while(|e| **e < span.end).chain([&span.end]) {
+            out.push((start..*end, start > span.start));
+            start = *end;
+        }
+    }
+    out
+}
+
+/// Returns the rows at which what some group sees begins or ends, ascending: none where whole
+/// sequences are visible, or all of them up to the diagonal, at which shards of equal rows end.
+fn edges<'a>(
+    queries: impl Iterator<Item = Queries<'a>>,
+    mask: &AttnMask,
+    s: &Sequences,
+) -> Vec<usize> {
+    let equal = || (s.tokens_q, &s.q) == (s.tokens_kv, &s.kv);
+    let cuts = mask.left.is_some() || mask.right.is_some_and(|right| right > 0 || !equal());
+    let mut all: Vec<usize> =
+        if cuts { queries.flat_map(|q| q.edges()).collect() } else { Vec::new() };
+    all.sort_unstable();
+    all.dedup();
+    all
+}
+
 /// Returns which spans of one rank's keys a rank with these queries needs: those of which they see
 /// a row, and padding between two of them, so that they stay one run.
 fn needed(queries: &Queries<'_>, spans: &[Range<usize>], sequences: &[Range<usize>]) -> Vec<bool> {
@@ -102,6 +135,20 @@ fn needed(queries: &Queries<'_>, spans: &[Range<usize>], sequences: &[Range<usiz
         }
     }
     needed
+}
+
+/// Joins needed spans that go on where a needed one ends.
+fn joined(spans: &[Range<usize>], continues: &[bool], needed: &[bool]) -> Vec<Range<usize>> {
+    let mut out: Vec<Range<usize>> = Vec::with_capacity(spans.len());
+    let mut before = false;
+    for ((span, continues), needed) in spans.iter().zip(continues).zip(needed) {
+        match out.last_mut() {
+            Some(last) if before && *needed && *continues => last.end = span.end,
+            _ => out.push(span.clone()),
+        }
+        before = *needed;
+    }
+    out
 }
 
 /// Returns the places of the spans of each member of a group among those of all.
@@ -132,9 +179,12 @@ impl Schedule {
             |g: usize| (0..grid.inner).map(move |i| Rank::new((g * grid.inner + i) as u32));
         let rows_q = |g| members(g).map(|r| d.rows_q(seqs, r, size)).collect::<Vec<_>>();
         let queries = |g| Queries::new(&rows_q(g).concat(), seqs, &d.attn.mask);
-        let keys: Vec<_> =
-            Rank::all(size).map(|r| by_sequence(&d.rows_kv(seqs, r, size), &seqs.kv)).collect();
+        let edges = edges((0..grid.outer).map(queries), &d.attn.mask, seqs);
+        let cut = |r| by_edges(by_sequence(&d.rows_kv(seqs, r, size), &seqs.kv), &edges);
+        let (keys, continues): (Vec<Vec<_>>, Vec<Vec<bool>>) =
+            Rank::all(size).map(|r| cut(r).into_iter().unzip()).unzip();
         let areas: Vec<_> = keys.chunks(grid.inner).map(<[_]>::concat).collect();
+        let continues: Vec<_> = continues.chunks(grid.inner).map(<[_]>::concat).collect();
         let mine = queries(grid.group);
         let needs = |queries: &Queries<'_>, area: usize| {
             let of_rank = |spans: &Vec<_>| needed(queries, spans, &seqs.kv);
@@ -149,18 +199,27 @@ impl Schedule {
             Strategy::Ring => (0..grid.outer).map(|g| needs_all(&queries(g))).collect(),
             _ => Vec::new(),
         };
+        let needed = needs_all(&mine);
+        let slices = |g: usize| mine.slices(&joined(&areas[g], &continues[g], &needed[g]));
         Self {
             grid,
             dims: Dims { hq, hkv: heads.len(), dqk: d.attn.dqk, dv: d.attn.dv },
             first_head: grid.at * hq,
             member_q: rows_q(grid.group),
             spans: keys.chunks(grid.inner).flat_map(places).collect(),
-            needed: needs_all(&mine),
             asked: (0..grid.outer).map(|g| needs(&queries(g), grid.group)).collect(),
             needed_by,
-            slices: areas.iter().map(|a| mine.slices(a)).collect(),
+            slices: (0..grid.outer).map(slices).collect(),
             areas,
+            continues,
+            needed,
         }
+    }
+
+    /// Returns the spans of group `g`'s keys that are `of` its area, of which neighbours that my group
+    /// needs are one again: how a kernel gets them.
+    pub fn joined(&self, g: usize, of: Range<usize>) -> Vec<Range<usize>> {
+        joined(&self.areas[g][of.clone()], &self.continues[g][of.clone()], &self.needed[g][of])
     }
 
     /// Returns the rows of my group's queries.
