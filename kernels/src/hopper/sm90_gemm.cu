@@ -13,7 +13,7 @@
 // each part, which sm90_sum_parts.cu adds and finishes. Their `ldd` is n.
 //
 // Launch: an even number of blocks, at most one for each multiprocessor, in clusters of two; 384
-// threads; TW_HG_BYTES of dynamic shared memory. One kernel, no workspace.
+// threads; TW_HG_BYTES of dynamic shared memory. No workspace.
 //
 // Algorithm: core.cuh.
 

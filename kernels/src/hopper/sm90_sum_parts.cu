@@ -4,8 +4,9 @@
 // `g.d`, bias, `aux`, `ldd`, `ldaux`, m, n, flags and parts as in sm90_gemm.cu; `sums` are
 // `g.parts` matrices [m, n]. The halves of DSwiGLU's D are n columns apart.
 //
-// Launch: blocks of TW_HG_SUM_THREADS threads, each of which has two neighbours of a row of D: as
-// many along x as columns take, and one along y for each row. No shared memory, no workspace.
+// Launch: any number of blocks of TW_HG_SUM_THREADS threads, each of which has two neighbours of a
+// row of D at a time. No shared memory, no workspace. It may begin while the products end, which
+// write `sums` then: its loads are not those of memory that nobody writes.
 //
 // Algorithm: the parts of an element are added in their order, so that its bits depend on their
 // number alone; the epilogue is the one of the core (epilogue.cuh).
@@ -13,10 +14,10 @@
 #include "../ptx/grid.cuh"
 #include "epilogue.cuh"
 
-enum : u32 { TW_HG_SUM_THREADS = 128 };
+enum : u32 { TW_HG_SUM_THREADS = 128, TW_HG_SUM_COLS = 2 * TW_HG_SUM_THREADS };
 
 // The sum of the pair at `p` over `parts` matrices of `size` elements.
-__device__ __forceinline__ float2 tw_sum_of_parts(const float* __restrict__ p, u64 size, u32 parts) {
+__device__ __forceinline__ float2 tw_sum_of_parts(const float* p, u64 size, u32 parts) {
     float2 sum = *(const float2*)p;
     // Several loads are on their way at once.
 #pragma unroll 4
@@ -27,23 +28,29 @@ __device__ __forceinline__ float2 tw_sum_of_parts(const float* __restrict__ p, u
     return sum;
 }
 
-extern "C" __global__ void __launch_bounds__(TW_HG_SUM_THREADS)
-tw_hopper_sum_parts(const __grid_constant__ TwHopper g, const float* __restrict__ sums) {
-    // The launch begins while the products end, and another product may begin while this one does.
-    griddepcontrol_wait();
-    griddepcontrol_launch_dependents();
-    const u32 cols = TW_HG_EPI == TW_HG_SWIGLU ? g.n / 2 : g.n;
-    const TwPoint at = {blockIdx.y, 2 * (blockIdx.x * TW_HG_SUM_THREADS + threadIdx.x), g.m, cols};
-    if (!at.has(0)) return;
+// Finishes the pair at `at`.
+__device__ __forceinline__ void tw_sum_and_finish(const TwHopper& g, const float* sums, const TwPoint& at) {
     const u64 size = (u64)g.m * g.n;
     const float* const p = sums + at.at(0, g.n);
     const float2 sum = tw_sum_of_parts(p, size, g.parts);
     float2 up[1] = {make_float2(0.0f, 0.0f)};
-    if constexpr (TW_HG_EPI == TW_HG_SWIGLU) up[0] = tw_sum_of_parts(p + cols, size, g.parts);
+    if constexpr (TW_HG_EPI == TW_HG_SWIGLU) up[0] = tw_sum_of_parts(p + at.cols, size, g.parts);
 #pragma unroll
     for (u32 half = 0; half < (TW_HG_EPI == TW_HG_DSWIGLU ? 2 : 1); half++) {
         float2 v[1] = {sum};
         tw_finish(g, at, v, up, half);
         tw_store_pair(g.d, at.at(0, g.ldd) + half * g.n, v[0]);
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(TW_HG_SUM_THREADS)
+tw_hopper_sum_parts(const __grid_constant__ TwHopper g, const float* sums) {
+    griddepcontrol_wait();
+    const u32 cols = TW_HG_EPI == TW_HG_SWIGLU ? g.n / 2 : g.n;
+    const u32 across = (cols + TW_HG_SUM_COLS - 1) / TW_HG_SUM_COLS;
+    for (u64 i = blockIdx.x; i < (u64)g.m * across; i += gridDim.x) {
+        const u32 row = (u32)(i / across), first = (u32)(i % across) * TW_HG_SUM_COLS;
+        const TwPoint at = {row, first + 2 * threadIdx.x, g.m, cols};
+        if (at.has(0)) tw_sum_and_finish(g, sums, at);
     }
 }

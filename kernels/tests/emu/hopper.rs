@@ -185,7 +185,7 @@ pub fn check_in_parts(
             let sums =
                 TwHopper { d: space.addr(), bias: 0, aux: 0, ldd: c.n as i64, flags: 0, ..g };
             let first = launch.smem(of_parts.shared_bytes()).arg(&sums).arg(&a).arg(&b).arg(&a);
-            let grid = [(c.cols() as u32).div_ceil(2 * SUM_THREADS), p.m, 1];
+            let grid = [blocks + 1, 1, 1];
             let second = kernels[1].grid(grid, [SUM_THREADS, 1, 1]).arg(&g).arg(&space.addr());
             vec![first, second]
         },

@@ -114,6 +114,10 @@ fn sums_of_parts(by: &'static Lib) {
     added(by, &Case { bias: true, pad: 8, ..plain(Nt, 40, 72, 328) });
 }
 
+fn wide_sums(by: &'static Lib) {
+    added(by, &plain(Nt, 8, 264, 200));
+}
+
 fn halves(by: &'static Lib) {
     let c = plain(Nn, 40, 144, 200);
     for act in [SWIGLU, DSWIGLU] {
@@ -140,6 +144,7 @@ fn hopper_scenarios() {
     }
     let lib = base_of_sums(HOPPER_SUM_PARTS.emu_text());
     sums_of_parts(lib);
+    wide_sums(lib);
     halves(lib);
 }
 
@@ -177,5 +182,5 @@ fn hopper_epilogue_mutants() {
 fn hopper_sum_mutants() {
     let of = ("hopper/sm90_sum_parts", "sums");
     let text = HOPPER_SUM_PARTS.emu_text();
-    all_are_killed(&text, base_of_sums, of, scenarios![sums_of_parts, halves]);
+    all_are_killed(&text, base_of_sums, of, scenarios![sums_of_parts, wide_sums, halves]);
 }

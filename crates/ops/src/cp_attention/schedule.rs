@@ -216,8 +216,8 @@ impl Schedule {
         }
     }
 
-    /// Returns the spans of group `g`'s keys that are `of` its area, of which neighbours that my group
-    /// needs are one again: how a kernel gets them.
+    /// Returns the spans `of` group `g`'s area as kernels get them: neighbours that my group needs
+    /// are one again.
     pub fn joined(&self, g: usize, of: Range<usize>) -> Vec<Range<usize>> {
         joined(&self.areas[g][of.clone()], &self.continues[g][of.clone()], &self.needed[g][of])
     }

@@ -50,12 +50,13 @@ impl GemmPlan {
         self
     }
 
-    /// Sets into how many parts the core for sm_90a cuts the contraction of every product; to be
-    /// called before [`GemmPlan::prepare`]. The sums of the parts are added in their order by a
-    /// second kernel. Without it, products whose tiles are too few for the multiprocessors are cut
-    /// by a model of the time, of rows, sizes and device: then bits depend on the number of rows.
-    /// With 1 an element's bits depend on its row and column of the operands alone, whatever other
-    /// rows there are. Other kernels take no notice.
+    /// Sets into how many parts, at most, the core for sm_90a cuts the contraction of a product; to
+    /// be called before [`GemmPlan::prepare`]. The sums of the parts are added in their order by
+    /// a second kernel; they take 4 bytes for each part, row and column, for the plan and for each
+    /// stream of a graph. Without it, products whose tiles are too few for the multiprocessors are
+    /// cut by a model of the time, of rows, sizes and device: then bits depend on the number of
+    /// rows. With 1 the core's bits of an element depend on its row and column of the operands
+    /// alone, whatever other rows there are. Other kernels take no notice.
     #[must_use]
     pub fn with_parts(mut self, parts: usize) -> Self {
         self.choice.parts = Some(parts.max(1));
@@ -80,7 +81,8 @@ impl GemmPlan {
     /// on a CUDA device, and for FP8 operands workspace to widen them to f32. That workspace is
     /// shared by all launches: with FP8, launches on several streams must be ordered. What cuBLASLt
     /// needs beside is shared, too: launches order themselves, replays of several graphs must be
-    /// ordered.
+    /// ordered. Launches of the core with its contraction in parts order themselves; graphs have
+    /// sums of their own.
     ///
     /// # Errors
     /// `InvalidArgument` during capture, or if the plan is prepared for another device;

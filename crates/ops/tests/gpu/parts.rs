@@ -3,7 +3,10 @@
 
 use tilewire_core::{DType, Rng};
 use tilewire_device::{Buffer, Device, Queue, Stream};
-use tilewire_ops::gemm::{AOrder, Activation, BOrder, Epilogue, GemmBackend, GemmDesc, GemmPlan};
+use tilewire_ops::gemm::{
+    AOrder, Activation, BOrder, Epilogue, GemmBackend, GemmDesc, GemmInputs, GemmPlan,
+};
+use tilewire_oracle::Mat;
 
 use crate::common::Gpu;
 use crate::gemm::{Problem, epilogue, plan_by, same_bits};
@@ -87,10 +90,87 @@ fn few_tiles_are_computed_in_parts() {
     let one = plan_in(&g, desc, 1);
     assert!(!one.explain().contains("parts"), "{}", one.explain());
     assert!(bits(&g, &p, &auto) == bits(&g, &p, &plan_in(&g, desc, 4)), "bits of four");
-    // 16 rows more change no bit of the others.
-    let wide = GemmDesc { m: 40, ..desc };
-    let rows = |plan: &GemmPlan| bits(&g, &p, plan);
-    assert!(rows(&one) == rows(&plan_in(&g, wide, 1)), "bits of one");
+    assert!(bits(&g, &p, &one) != bits(&g, &p, &auto), "one chain is not four");
+    // Other rows change no bit of these.
+    let wide = GemmDesc { m: 136, ..desc };
+    let (p, plan) = (Problem::new(&g, &mut rng, wide, 136), plan_in(&g, wide, 1));
+    let all = bits(&g, &p, &plan);
+    poison(&p);
+    let i = &p.inputs;
+    let few =
+        GemmInputs::new(i.a.data.rows(0, 24).unwrap(), i.b.clone(), i.out.rows(0, 24).unwrap());
+    drop(plan.launch(&g.stream, few).unwrap());
+    g.stream.synchronize().unwrap();
+    let some = p.out.t.download().unwrap();
+    let len = some.len() / 136 * 24;
+    assert!(some[..len] == all[..len], "bits of 24 of 136 rows");
+    assert!(some[len..].iter().all(|b| *b == 0xff), "rows behind them");
+}
+
+/// Launches begin while those before them end: each reads what the last one has written, and parts
+/// of one are added before the next one's are stored, eagerly and in a graph, without a wait of the
+/// host between them.
+#[test]
+fn launches_behind_each_other_wait_for_each_other() {
+    let Some(g) = hopper() else { return };
+    let mut rng = Rng::new(44);
+    let desc = GemmDesc::nt(128, 128, 128, DType::BF16);
+    let num = if is_emulated() { 3 } else { 40 };
+    // Moves all columns by one, so that no two launches give the same.
+    let turn = Mat::from_fn(128, 128, |n, k| f64::from(u8::from(k == (n + 1) % 128)));
+    let b = g.put_shifted(&turn, DType::BF16);
+    for (first, second) in [(1, 1), (2, 1), (1, 2), (2, 2)] {
+        let plans = [first, second].map(|parts| plan_in(&g, desc, parts));
+        let start = Problem::new(&g, &mut rng, desc, 128).inputs.a.data;
+        let outs: Vec<_> = (0..num).map(|_| g.out(DType::BF16, 128, 128).t).collect();
+        // D of each launch is A of the next one.
+        let queue = |waits: bool| {
+            let mut a = &start;
+            for (i, out) in outs.iter().enumerate() {
+                let inputs = GemmInputs::new(a.clone(), b.clone(), out.clone());
+                drop(plans[i % 2].launch(&g.stream, inputs).unwrap());
+                if waits {
+                    g.stream.synchronize().unwrap();
+                }
+                a = out;
+            }
+        };
+        let got = || {
+            g.stream.synchronize().unwrap();
+            let all: Vec<_> = outs.iter().map(|o| o.download().unwrap()).collect();
+            outs.iter().for_each(|o| o.write(|o| o.fill(0xff)).unwrap());
+            all
+        };
+        queue(true);
+        let want = got();
+        for round in 0..3 {
+            queue(false);
+            assert!(got() == want, "{first}, {second}: round {round}");
+        }
+        g.stream.begin_capture().unwrap();
+        queue(false);
+        let graph = g.stream.end_capture().unwrap().instantiate().unwrap();
+        for round in 0..3 {
+            g.stream.replay(&graph).unwrap();
+            assert!(got() == want, "{first}, {second}: replay {round}");
+        }
+    }
+}
+
+/// A block of the second kernel has many rows where launches may take few multiprocessors, and
+/// there may be more rows than a grid has blocks along y.
+#[test]
+fn parts_of_many_rows() {
+    let Some(g) = hopper() else { return };
+    let rows = if is_emulated() { 300 } else { 66_000 };
+    let mut rng = Rng::new(45);
+    let desc = GemmDesc::nt(rows, 16, 128, DType::BF16);
+    let p = Problem::new(&g, &mut rng, desc, rows);
+    let all = bits(&g, &p, &plan_in(&g, desc, 2));
+    let few = GemmPlan::with_backend(desc, GemmBackend::Hopper).unwrap();
+    let few = few.with_parts(2).with_num_sms(2);
+    few.prepare(&g.stream).unwrap();
+    assert!(bits(&g, &p, &few) == all, "bits on two");
 }
 
 /// Launches of one plan on two streams, and graphs of it with two branches, use no sums of each

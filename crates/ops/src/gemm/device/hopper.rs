@@ -64,6 +64,8 @@ pub(super) struct Hopper {
     kernels: Kernels,
     /// For contractions that are cut into parts, if some are.
     parts: Option<Parts>,
+    /// Clusters of the device, and of a launch.
+    all: u32,
     clusters: u32,
     counters: Arc<Counters>,
 }
@@ -129,6 +131,7 @@ impl Hopper {
             wanted,
             kernels,
             parts: parts.transpose()?,
+            all,
             clusters,
             counters: Counters::of(ctx)?,
         })
@@ -136,7 +139,11 @@ impl Hopper {
 
     /// Returns what is used, equal in processes that use the same.
     pub fn text(&self) -> String {
-        "hopper".to_owned()
+        match &self.parts {
+            None => "hopper".to_owned(),
+            // The number of parts depends on that of the device's multiprocessors.
+            Some(_) => format!("hopper, k in parts for {} clusters", self.all),
+        }
     }
 
     /// Returns what is used, for people.
@@ -172,6 +179,9 @@ impl Hopper {
         }
         if m == 0 {
             return Some("the product is empty".to_owned());
+        }
+        if m > d.m {
+            return Some(format!("{m} rows are more than the {} that it was made for", d.m));
         }
         let odd = |addr: u64, unit: usize| !addr.is_multiple_of(unit as u64);
         let row = |x: &Matrix, t: DType| (x.ld * t.size()) as u64;
@@ -211,9 +221,7 @@ impl Hopper {
             let ((_, n, _), sums) = (p.shape, space.addr());
             let param = self.param(p, cut);
             let of_parts = TwHopper { d: sums, ldd: n as i64, bias: 0, aux: 0, ..param };
-            let cols = if self.epilogue == Epilogue::SwiGlu { n / 2 } else { n };
-            let blocks = [cols.div_ceil(2 * SUM_THREADS as usize) as u32, param.m, 1];
-            let grid = Grid { blocks, ..Grid::new(1, SUM_THREADS) }.early();
+            let grid = self.grid_of_sums(p.shape);
             let args = LaunchArgs::new().arg(&param).arg(&sums);
             // SAFETY: the space has the sums of all parts, and is this launch's alone until both
             // kernels are through. `tw_hopper_sum_parts` takes (TwHopper, const float*). The
@@ -223,6 +231,18 @@ impl Hopper {
                 parts.sum.launch(stream, grid, args)
             }
         })
+    }
+
+    /// A block for each row and 256 columns. Where launches may not take all multiprocessors one
+    /// for each that they may, which begins when the products have ended: blocks that wait would
+    /// take the others.
+    fn grid_of_sums(&self, (m, n, _): (usize, usize, usize)) -> Grid {
+        let cols = if self.epilogue == Epilogue::SwiGlu { n / 2 } else { n };
+        let all = m.saturating_mul(cols.div_ceil(2 * SUM_THREADS as usize)).min(1 << 30) as u32;
+        if self.clusters < self.all {
+            return Grid::new(all.min(self.clusters * CLUSTER), SUM_THREADS);
+        }
+        Grid::new(all, SUM_THREADS).early()
     }
 
     /// The parameter of the kernels of `p`, but for the counter.

@@ -190,8 +190,8 @@ impl GemmKernels {
         }
     }
 
-    /// Queues `D = act(A B (+ D) + bias)`. Allocates nothing, so it can be captured; the caller
-    /// holds the memory.
+    /// Queues `D = act(A B (+ D) + bias)`; the caller holds the memory. Allocates nothing, but for
+    /// a capture of the core with its contraction in parts, whose graph has sums of its own.
     ///
     /// # Safety
     /// The addresses must be mapped on the stream's device, for the shapes, orders and types that
