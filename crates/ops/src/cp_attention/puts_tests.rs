@@ -10,6 +10,7 @@ use crate::cp_attention::desc::{CpAttentionDesc, Layout};
 use crate::cp_attention::launch::Pass;
 use crate::cp_attention::pieces::AREA;
 use crate::cp_attention::pieces::tests::{Buffer, World, bytes_of, fitted, put, tensor};
+use crate::cp_attention::schedule::most_segments;
 use crate::cp_attention::tests::seqs;
 
 /// Runs the steps of all ranks: a message is taken after it was sent and before its slot is written
@@ -225,7 +226,43 @@ proptest! {
         (attn.dv, attn.sequences) = (DIMS[1], seqs.clone());
         let d = CpAttentionDesc { layout, ..CpAttentionDesc::new(attn) };
         for strategy in [Strategy::AllGather, Strategy::Ring] {
-            check_puts(&World::new(d.clone(), &seqs, strategy, size));
+            let w = World::new(d.clone(), &seqs, strategy, size);
+            check_puts(&w);
+            check_segments(&w);
         }
+    }
+
+    /// Many sequences, and windows that end in each of their chunks; heads traded by two, too.
+    #[test]
+    fn tables_of_many_sequences_fit(
+        lens in prop::collection::vec((1usize..60, 1usize..60, 0usize..3), 20..60),
+        equal in any::<bool>(),
+        layout in prop::sample::select(Layout::NAMES.map(|(_, l)| l).to_vec()),
+        mask in (prop::option::of(0usize..20), prop::option::of(0usize..9)),
+        size in prop::sample::select(vec![2usize, 4, 8]),
+    ) {
+        let lens: Vec<_> =
+            lens.into_iter().map(|(q, kv, pad)| (q, if equal { q } else { kv }, pad)).collect();
+        let seqs = fitted(layout, size, &seqs(&lens));
+        let mask = AttnMask { left: mask.0, right: mask.1 };
+        let mut attn = AttentionDesc::new(1, (2, 2), DIMS[0], DType::F32, mask);
+        (attn.dv, attn.sequences) = (DIMS[1], seqs.clone());
+        let d = CpAttentionDesc { layout, a2a_size: 2, ..CpAttentionDesc::new(attn) };
+        for strategy in [Strategy::Get, Strategy::Hybrid] {
+            check_segments(&World::new(d.clone(), &seqs, strategy, size));
+        }
+    }
+}
+
+/// Checks that a device has space for the tables of each rank, as for a plan of so many sequences.
+fn check_segments(w: &World) {
+    let (each, beside) = most_segments(w.d.layout, w.sizes.size, w.sizes.inner);
+    let most = each * w.seqs.kv.len() + 1 + beside;
+    for r in 0..w.sizes.size {
+        let lists = w.lists(r);
+        let tables =
+            [lists.all_tables(&w.seqs), lists.other_tables(&w.seqs), lists.own_tables(&w.seqs)];
+        let len = tables.iter().map(|(q, kv)| q.len().max(kv.len())).max().unwrap();
+        assert!(len <= most, "{len} segments, {most} at most: rank {r}, {} {:?}", w.d, w.seqs);
     }
 }

@@ -6,7 +6,7 @@ use std::ops::Range;
 use tilewire_core::Rank;
 
 use super::config::Strategy;
-use super::desc::CpAttentionDesc;
+use super::desc::{CpAttentionDesc, Layout};
 use crate::attention::host::Dims;
 use crate::attention::{AttnMask, Queries, Sequences, Slice};
 
@@ -137,18 +137,28 @@ fn needed(queries: &Queries<'_>, spans: &[Range<usize>], sequences: &[Range<usiz
     needed
 }
 
-/// Joins needed spans that go on where a needed one ends.
+/// Joins spans that go on where the one before them ends and are needed as it is, or not either.
 fn joined(spans: &[Range<usize>], continues: &[bool], needed: &[bool]) -> Vec<Range<usize>> {
     let mut out: Vec<Range<usize>> = Vec::with_capacity(spans.len());
-    let mut before = false;
+    let mut before = None;
     for ((span, continues), needed) in spans.iter().zip(continues).zip(needed) {
         match out.last_mut() {
-            Some(last) if before && *needed && *continues => last.end = span.end,
+            Some(last) if *continues && before == Some(needed) => last.end = span.end,
             _ => out.push(span.clone()),
         }
-        before = *needed;
+        before = Some(needed);
     }
     out
+}
+
+/// Returns the most segments of a table of keys: for each sequence, and beside. They are chunks of
+/// sequences, one more where a sequence ends and its padding begins, and two more for each sequence
+/// in a span of the group's queries, where what that sees begins and ends.
+pub(super) fn most_segments(layout: Layout, size: usize, inner: usize) -> (usize, usize) {
+    match layout {
+        Layout::ZigzagPerSequence => (2 * size + 1 + 4 * inner, 0),
+        Layout::Zigzag | Layout::Contiguous | Layout::Balanced => (2 + 2, 4 * size + 4 * inner),
+    }
 }
 
 /// Returns the places of the spans of each member of a group among those of all.
@@ -216,8 +226,8 @@ impl Schedule {
         }
     }
 
-    /// Returns the spans `of` group `g`'s area as kernels get them: neighbours that my group needs
-    /// are one again.
+    /// Returns the spans `of` group `g`'s area as kernels get them: neighbours of which my group
+    /// needs all or none are one again.
     pub fn joined(&self, g: usize, of: Range<usize>) -> Vec<Range<usize>> {
         joined(&self.areas[g][of.clone()], &self.continues[g][of.clone()], &self.needed[g][of])
     }

@@ -99,12 +99,17 @@ fn moved(plan: &CpAttentionPlan, s: &Sequences) -> Result<u64> {
 #[test]
 fn nothing_reads_rows_that_are_not_sent() {
     let documents = [vec![0, 24, 48, 72, 96], vec![0, 40, 48, 96], vec![0, 96], vec![0, 8, 88, 96]];
-    let documents: Vec<_> = documents.iter().map(|cu| Sequences::packed(cu, cu).unwrap()).collect();
+    let mut documents: Vec<_> =
+        documents.iter().map(|cu| Sequences::packed(cu, cu).unwrap()).collect();
+    // Keys that no query sees: 16 more than queries, and 16 fewer.
+    documents.push(Sequences::packed(&[0, 24, 48, 72, 96], &[0, 40, 48, 72, 96]).unwrap());
     let layouts = Layout::NAMES.into_iter().map(|(_, l)| l);
     for (layout, (_, strategy)) in
         layouts.flat_map(|l| Strategy::NAMES.into_iter().map(move |s| (l, s)))
     {
-        for mask in [AttnMask::CAUSAL, AttnMask::FULL, AttnMask::window(9, 2)] {
+        for mask in
+            [AttnMask::CAUSAL, AttnMask::FULL, AttnMask::window(9, 2), AttnMask::window(3, 0)]
+        {
             let case = Case::new(mask);
             World::run_threads(RANKS, WorldCfg::for_tests(), |w| {
                 let team = w.everyone("unsent")?;

@@ -13,8 +13,9 @@ use crate::common::cuda::workspace;
 use crate::common::lanes::Lane;
 use crate::common::reduce::Reducer;
 use crate::cp_attention::config::Strategy;
-use crate::cp_attention::desc::{CpAttentionDesc, Layout};
+use crate::cp_attention::desc::CpAttentionDesc;
 use crate::cp_attention::pieces::Sizes;
+use crate::cp_attention::schedule::most_segments;
 
 /// Returns whether `prepare` may choose the strategy on devices. Each device is one hop away from
 /// every other, so a ring sends the same bytes over fewer links. It is used only if the caller asks
@@ -92,11 +93,7 @@ impl Prepared {
         let split = sizes.begins_at_once();
         let queries = sizes.max_q * d.attn.heads_q;
         let out = if split { DType::F32 } else { d.attn.out };
-        // Chunks of each sequence, and one more where a sequence ends and its padding begins.
-        let pieces = match d.layout {
-            Layout::ZigzagPerSequence => (2 * size + 1, 0),
-            Layout::Zigzag | Layout::Contiguous | Layout::Balanced => (2, 4 * size),
-        };
+        let pieces = most_segments(d.layout, size, sizes.inner);
         let needs = Needs { queries, pieces, dkv, out };
         let desc = if d.kv_wire().1 { kernel_desc(&d.attn) } else { d.attn.clone() };
         let attention = Attention::sized(ctx, &desc, &needs, AttnBackend::Auto)?;
