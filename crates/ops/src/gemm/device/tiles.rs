@@ -83,7 +83,7 @@ fn tile_us(cols: usize, k: usize) -> f64 {
 
 /// Of less than a wave, in microseconds: the launch and the ends of a tile; a stage of 128 columns,
 /// at the highest clock; the second kernel. These and the next are fitted to 96 products of 12
-/// shapes on one H200 within 7 % (docs/lab/gemm.md).
+/// shapes on one H200, with 7 % of error (root mean square; docs/lab/gemm.md).
 const LAUNCH_US: f64 = 3.9;
 const STAGE_US: f64 = 0.3;
 const SUM_US: f64 = 1.3;
@@ -274,10 +274,10 @@ mod tests {
         assert!(cols(64).is_empty() && cols(8192).contains(&256), "{:?}", [cols(64), cols(8192)]);
     }
 
-    /// Among what was measured on one H200 (docs/lab/gemm.md): parts and columns that took at most
-    /// 7 % longer than the best of eight numbers of parts.
+    /// Four of twelve shapes measured on one H200, for which the model takes what was within 1 % of
+    /// the best of eight numbers of parts; docs/lab/gemm.md names those where it does not.
     #[test]
-    fn parts_and_columns_are_those_that_measured_best() {
+    fn parts_and_columns_of_four_shapes_are_the_best_measured() {
         for (shape @ [m, n, k], want) in [
             ([1, 4096, 4096], (8, 256)),
             ([64, 8192, 28672], (4, 256)),
