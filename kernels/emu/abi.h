@@ -97,6 +97,8 @@ struct EmuRun {
     unsigned resident;       // most blocks of a launch that are alive at once
     unsigned yield_permille; // chance to let another thread run before a memory operation
     unsigned no_views;       // not 0: bulk copies see all that is in shared memory, whatever fences have told of (faster)
+    unsigned warp_pauses;    // not 0: now and then a warp stands still while others of its block go on
+    unsigned pad;
     EmuStats stats;  // out
 };
 
@@ -149,6 +151,7 @@ void emu_mbar_arrive(unsigned long long* bar, unsigned bytes);
 bool emu_mbar_done(unsigned long long* bar, unsigned parity);
 void emu_bulk_load(void* shared, const void* global, unsigned bytes, unsigned long long* bar);
 void emu_bulk_store(void* global, const void* shared, unsigned bytes);
+void emu_bulk_reduce_add(void* global, const void* shared, unsigned bytes);
 void emu_bulk_commit();                              // ends a group
 void emu_bulk_wait(unsigned groups, bool written);   // for all groups but this many of the latest: read, or written
 // Bulk copies know of barriers that were made; see shared memory as it is; come behind what was acquired, too.

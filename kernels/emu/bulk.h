@@ -100,11 +100,23 @@ void read_source(Block* b, Bulk* c) {
     c->read = true;
 }
 
+// Sums of floats alone are modelled.
+void add_floats(char* to, const char* from, unsigned bytes) {
+    for (unsigned i = 0; i < bytes; i += 4) {
+        float sum, part;
+        memcpy(&sum, to + i, 4);
+        memcpy(&part, from + i, 4);
+        sum += part;
+        memcpy(to + i, &sum, 4);
+    }
+}
+
 // A store, which has read its source.
 void write_global(Block* b, const Bulk& c) {
     if (c.to == nullptr) return scatter(b, c);
     tell_piece(b, c, c.to, c.bytes);
-    memcpy(c.to, c.data.data(), c.bytes);
+    if (c.box.adds) add_floats(c.to, c.data.data(), c.bytes);
+    else memcpy(c.to, c.data.data(), c.bytes);
 }
 
 void write_target(Fiber* f, Bulk* c) {
@@ -307,6 +319,16 @@ void emu_bulk_store(void* global, const void* shared, unsigned bytes) {
     Inside inside(f);
     f->stored_groups = f->groups + 1;
     issue(f, "bulk.store", {(char*)global, (const char*)shared, bytes, 0, 0, 0, 0, nullptr, 0, false, {}, {}}, shared, global);
+}
+
+void emu_bulk_reduce_add(void* global, const void* shared, unsigned bytes) {
+    emu_point("bulk.reduce.add", global, 16);
+    Fiber* f = self();
+    Inside inside(f);
+    f->stored_groups = f->groups + 1;
+    Bulk c = {(char*)global, (const char*)shared, bytes, 0, 0, 0, 0, nullptr, 0, false, {}, {}};
+    c.box.adds = true;
+    issue(f, "bulk.reduce.add", c, shared, global);
 }
 
 void emu_bulk_commit() {

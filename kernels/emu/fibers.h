@@ -247,6 +247,7 @@ struct Worker {
     std::vector<Block*> loaded;  // whose shared memory lies in each module's variables
     Block* current;
     unsigned seen, stay, victim, frozen;
+    unsigned still_warp, still;  // a warp that stands still, and for how many turns
     unsigned polls;  // one behind the other
     EmuStats stats;
 };

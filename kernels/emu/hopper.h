@@ -141,12 +141,17 @@ Products& products_of(Fiber* f) {
     return f->block->products[f->index / 32];
 }
 
+// What a product sees of shared memory: all that is there, or what fences have told this thread's
+// copies and products of.
+enum Sight { EMU_ALL_THERE, EMU_FENCED };
+
 // Copies rows `first` to `first + num` of a tile, 16 elements of k each, to `to`; rows are along m
 // or n.
-void read_rows(Fiber* f, u64 desc, bool mn, unsigned first, unsigned num, unsigned short* to) {
+void read_rows(Fiber* f, u64 desc, bool mn, unsigned first, unsigned num, Sight sight, unsigned short* to) {
     const u64 start = (desc & 0x3fff) << 4, chunk = (desc >> 16 & 0x3fff) << 4, eight = (desc >> 32 & 0x3fff) << 4;
     const unsigned char* from = dynamic_of(f->block);
-    const u64 len = f->block->launch->smem;
+    const u64 len = f->block->launch->smem, shared = (u64)module_of(f->block)->shared;
+    const View* view = sight == EMU_FENCED && has_views(f->block) ? &view_of(f->block) : nullptr;
     for (unsigned i = first; i < first + num; i++)
         for (unsigned k = 0; k < 16; k++) {
             const u64 off = mn ? i / 64 * chunk + k / 8 * eight + k % 8 * 128 + i % 64 * 2
@@ -154,23 +159,24 @@ void read_rows(Fiber* f, u64 desc, bool mn, unsigned first, unsigned num, unsign
             u64 at = start + off;
             at ^= (at >> 7 & 7) << 4;
             if (at + 2 > len) die(f, "a product of what is not in the dynamic shared memory");
-            memcpy(to++, from + at, 2);
+            const u64 in = (u64)from - shared + at;
+            memcpy(to++, view ? (const void*)(seen(*view, in / 16 * 16, f->known.fence) + in % 16) : from + at, 2);
         }
 }
 
 // `warp`: whose rows of A.
-void read_tiles(Fiber* f, Product* q, unsigned warp) {
+void read_tiles(Fiber* f, Product* q, unsigned warp, Sight sight = EMU_ALL_THERE) {
     q->tiles.resize(16 * (16 + q->n));
     unsigned short* a = q->tiles.data();
     if (q->registers[0] == nullptr) {
-        read_rows(f, q->a, q->flags & EMU_WG_A_MN, warp % 4 * 16, 16, a);
+        read_rows(f, q->a, q->flags & EMU_WG_A_MN, warp % 4 * 16, 16, sight, a);
     } else {
         // Lane, register, half.
         for (unsigned i = 0; i < 16; i++)
             for (unsigned k = 0; k < 16; k++)
                 a[i * 16 + k] = (unsigned short)(q->held[i % 8 * 4 + k % 8 / 2][k / 8 * 2 + i / 8] >> k % 2 * 16);
     }
-    read_rows(f, q->b, q->flags & EMU_WG_B_MN, 0, q->n, a + 16 * 16);
+    read_rows(f, q->b, q->flags & EMU_WG_B_MN, 0, q->n, sight, a + 16 * 16);
     q->read = true;
 }
 
@@ -238,7 +244,8 @@ void issue_product(Fiber* f, Product q) {
             }
     }
     q.group = p.groups;
-    if (random(f->block->worker) % 2 == 0) read_tiles(f, &q, f->index / 32);
+    // As early as can be, and only what fences have told of; or late.
+    if (random(f->block->worker) % 2 == 0) read_tiles(f, &q, f->index / 32, EMU_FENCED);
     p.waiting.push_back(std::move(q));
 }
 

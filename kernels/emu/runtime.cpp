@@ -295,12 +295,26 @@ Block* choose(Worker* w) {
     return w->current;
 }
 
+// Now and then a warp stands still, long enough for others to go once round all that they share: fair
+// turns would hide who does not wait for it. Place `k` of those that are ready, or another.
+size_t pick(Worker* w, Block* b, size_t k) {
+    if (w->still == 0 && random(w) % 4096 == 0) {
+        w->still_warp = (unsigned)(random(w) % (b->fibers.size() / 32 + 1));
+        w->still = (unsigned)(random(w) % (1u << 17));
+    }
+    if (w->still == 0) return k;
+    w->still--;
+    for (int tries = 0; tries < 16 && b->ready[k] / 32 == w->still_warp; tries++) k = random(w) % b->ready.size();
+    return k;
+}
+
 // The fiber whose turn is next; the shared memory of its block is in its place.
 Fiber* next_fiber(Worker* w) {
     Block* b = choose(w);
     load_shared(b);
     b->started = true;
-    const size_t k = random(w) % b->ready.size();
+    size_t k = random(w) % b->ready.size();
+    if (w->run->cfg->warp_pauses != 0) k = pick(w, b, k);
     Fiber* f = &b->fibers[b->ready[k]];
     b->ready[k] = b->ready.back();
     b->ready.pop_back();

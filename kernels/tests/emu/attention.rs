@@ -536,6 +536,7 @@ impl Case {
         let launch = launch(&p, [&own, &other], counter.addr());
         let memory = [&q, &k, &v, &out, &lse, &bias, &sink, &own_m, &other_m, &counter];
         let mut run = Run::new(seed).memory(memory).stream(0, vec![launch]);
+        run.warp_pauses = seed % 4 > 1;
         run.yield_permille = if seed.is_multiple_of(2) { 200 } else { 5 };
         run.go().unwrap_or_else(|e| panic!("{self:?}: {e}"));
         assert_eq!(counter.read::<u32>(), [0], "{self:?}: the counter of tiles");

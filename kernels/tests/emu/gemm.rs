@@ -360,6 +360,7 @@ impl Case {
         let launches = how(&param, words.addr());
         let all = [&a, &b, &d, &bias, &saved, &words].into_iter().chain(space);
         let mut run = Run::new(seed).memory(all).stream(0, launches);
+        run.warp_pauses = seed % 4 > 1;
         // Even seeds change between threads often.
         run.yield_permille = if seed.is_multiple_of(2) { 200 } else { 10 };
         run.go().unwrap_or_else(|e| panic!("{self:?}: {e}"));

@@ -91,6 +91,8 @@ pub struct RawRun {
     pub resident: u32,
     pub yield_permille: u32,
     pub no_views: u32,
+    pub warp_pauses: u32,
+    pub pad: u32,
     pub stats: Stats,
 }
 

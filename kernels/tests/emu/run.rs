@@ -34,6 +34,8 @@ pub struct Run<'a> {
     /// Most blocks of a launch that are alive at once.
     pub resident: u32,
     pub yield_permille: u32,
+    /// Now and then a warp stands still while others go on.
+    pub warp_pauses: bool,
     pub tick_ns: u64,
     pub max_steps: u64,
     pub deadline_ms: u64,
@@ -79,6 +81,7 @@ impl<'a> Run<'a> {
             spread: false,
             resident: 16,
             yield_permille: 200,
+            warp_pauses: false,
             tick_ns: 10,
             max_steps: 5_000_000,
             // For a loop that calls nothing: others end by their steps, on slow machines too.
@@ -178,6 +181,8 @@ impl<'a> Run<'a> {
             resident: self.resident,
             yield_permille: self.yield_permille,
             no_views: 0,
+            warp_pauses: u32::from(self.warp_pauses),
+            pad: 0,
             stats: Stats::default(),
         }
     }
