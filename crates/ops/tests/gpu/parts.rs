@@ -83,7 +83,8 @@ fn products_in_parts() {
 fn few_tiles_are_computed_in_parts() {
     let Some(g) = hopper() else { return };
     let mut rng = Rng::new(42);
-    let desc = GemmDesc::nt(24, 128, 1024, DType::BF16);
+    // Rounded to 16 bits, sums in two orders may all be the same.
+    let desc = GemmDesc { out: DType::F32, ..GemmDesc::nt(24, 128, 1024, DType::BF16) };
     let p = Problem::new(&g, &mut rng, desc, 24);
     let auto = plan_by(&g, desc, GemmBackend::Hopper);
     assert!(auto.explain().contains("k in up to 4 parts"), "{}", auto.explain());
