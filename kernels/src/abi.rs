@@ -351,6 +351,9 @@ abi! {
         other: [TwSeg; FEW],
     }
 
+    /// Memory in which the kernel of five products sums dq.
+    "attention/hopper_fused.cuh" TwDqSums { sums: u64, words: u64, }
+
     /// Segments that `tw_attn_table` writes to device memory.
     "attention/segments.cuh" TwTable {
         to: u64,
@@ -386,10 +389,7 @@ abi! {
         lses: u64,
         out: u64,
         lse: u64,
-        num: u32,
-        tokens_q: u32,
-        heads_q: u32,
-        pad: u32,
+        num: u32, tokens_q: u32, heads_q: u32, pad: u32,
     }
 
     /// A quantisation.

@@ -193,6 +193,7 @@ pub const ALL: &[Source] = &[
     attention::SEQUENCES,
     attention::hopper::SM90_ATTENTION,
     attention::hopper::SM90_ATTENTION_BWD,
+    attention::hopper_fused::SM90_ATTENTION_GRADS,
     LINKS,
     LINKS_BULK,
     LITMUS,

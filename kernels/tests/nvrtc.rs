@@ -16,6 +16,7 @@ use tilewire_device::jit::{Compiler, KernelSpec, kernel_uses};
 use tilewire_kernels::attention::hopper::{
     HopperGrad, HopperVariant, SM90_ATTENTION, SM90_ATTENTION_BWD,
 };
+use tilewire_kernels::attention::hopper_fused::SM90_ATTENTION_GRADS;
 use tilewire_kernels::portable::portable;
 use tilewire_kernels::{ALL, Source};
 
@@ -116,8 +117,16 @@ type Counts = [usize; 5];
 
 /// What must be in the machine code of kernel `name`.
 fn expected(s: &Source, defines: &[(String, u64)], name: &str) -> Counts {
-    if ["tw_attn_table", "tw_attn_delta", "tw_hopper_sum_parts"].contains(&name) {
+    const PLAIN: [&str; 4] =
+        ["tw_attn_table", "tw_attn_delta", "tw_attn_dq_of_sums", "tw_hopper_sum_parts"];
+    if PLAIN.contains(&name) {
         return [0; 5];
+    }
+    if s.name == SM90_ATTENTION_GRADS.name {
+        // 128 elements of heads are eight products, 64 queries four, 128 keys eight. Those of dq
+        // and dk stand in two places: in the loop, and for the last tile. Turns have an order:
+        // acquired, fenced for copies, released behind them.
+        return [8 + 8 + 2 * 8, 4 + 2 * 4, 2, 0, 3];
     }
     if s.name == SM90_ATTENTION_BWD.name {
         let all = HopperGrad::all();

@@ -101,7 +101,8 @@ struct TwOtherPlace {
 };
 
 // SUMS: which sums it makes.
-template <bool QUERIES, u32 SUMS, u32 Y, u32 STAGES, u32 SLOTS> struct TwGrad {
+// MORE: bytes of shared memory behind the stages, for kernels that have more there.
+template <bool QUERIES, u32 SUMS, u32 Y, u32 STAGES, u32 SLOTS, u32 MORE = 0> struct TwGrad {
     static constexpr u32 X = TW_HA_M, D1 = TW_ATTN_DQK, D2 = TW_ATTN_DV;
     // Pieces of 64 columns, whose 128 bytes the maps' swizzle permutes.
     static constexpr u32 X_PIECE = X * 128, Y_PIECE = Y * 128;
@@ -113,7 +114,7 @@ template <bool QUERIES, u32 SUMS, u32 Y, u32 STAGES, u32 SLOTS> struct TwGrad {
     static constexpr u32 Y1_BYTES = D1 / 64 * Y_PIECE, STAGE = Y1_BYTES + D2 / 64 * Y_PIECE;
     // Queries of a slot or stage: so many lse, then as many delta.
     static constexpr u32 NUMBERS = QUERIES ? X : Y;
-    static constexpr u32 AT_Y = SLOTS * SLOT, AT_NUMBERS = AT_Y + STAGES * STAGE;
+    static constexpr u32 AT_Y = SLOTS * SLOT, AT_NUMBERS = AT_Y + STAGES * STAGE + MORE;
     static constexpr u32 AT_STATE = AT_NUMBERS + (QUERIES ? SLOTS : STAGES) * NUMBERS * 8;
     static constexpr u32 BYTES = AT_STATE + TW_HB_STATE_BYTES;
     // Registers of a thread that loads, and of one that multiplies: 128 x 24 + 256 x 240, or 128 x

@@ -54,6 +54,14 @@ __device__ __forceinline__ void bulk_store(void* global, const void* shared, u32
                  : "memory");
 }
 
+// Adds f32 of shared memory to those of global memory, each by itself; belongs to the thread's open
+// group. Sums of several copies have no order, unless each is written before the next is issued.
+__device__ __forceinline__ void bulk_reduce_add_f32(void* global, const void* shared, u32 bytes) {
+    asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(global),
+                 "r"((u32)__cvta_generic_to_shared(shared)), "r"(bytes)
+                 : "memory");
+}
+
 __device__ __forceinline__ void bulk_commit_group() {
     asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }

@@ -35,6 +35,11 @@ __device__ __forceinline__ void bulk_store(void* global, const void* shared, u32
     emu_bulk_store(global, shared, bytes);
 }
 
+// Adds f32 of shared memory to those of global memory; part of the thread's open group.
+__device__ __forceinline__ void bulk_reduce_add_f32(void* global, const void* shared, u32 bytes) {
+    emu_bulk_reduce_add(global, shared, bytes);
+}
+
 __device__ __forceinline__ void bulk_commit_group() {
     emu_bulk_commit();
 }

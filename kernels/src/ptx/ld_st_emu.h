@@ -35,6 +35,17 @@ __device__ __forceinline__ void red_add_release_sys_u64(u64* p, u64 v) {
     if (emu_signal(p, v, true)) __atomic_fetch_add(p, v, __ATOMIC_RELEASE);
 }
 
+__device__ __forceinline__ u32 ld_acquire_gpu_u32(const u32* p) {
+    emu_point("ld.acquire.gpu", p, 4);
+    emu_acquired();
+    return __atomic_load_n(p, __ATOMIC_ACQUIRE);
+}
+
+__device__ __forceinline__ void st_release_gpu_u32(u32* p, u32 v) {
+    emu_point("st.release.gpu", p, 4);
+    __atomic_store_n(p, v, __ATOMIC_RELEASE);
+}
+
 // Returns the value found; the exchange happened if that is `expect`.
 __device__ __forceinline__ u64 atom_cas_acq_rel_gpu_u64(u64* p, u64 expect, u64 v) {
     emu_point("atom.acq_rel.gpu.cas", p, 8);

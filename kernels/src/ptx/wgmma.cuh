@@ -166,3 +166,10 @@ __device__ __forceinline__ void stmatrix_x4_b16(void* row, const u32 (&v)[4]) {
                  "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3])
                  : "memory");
 }
+
+// The same, transposed: the rows in memory are the columns of the matrices.
+__device__ __forceinline__ void stmatrix_x4_trans_b16(void* row, const u32 (&v)[4]) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"((u32)__cvta_generic_to_shared(row)),
+                 "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3])
+                 : "memory");
+}

@@ -100,3 +100,15 @@ __device__ __forceinline__ void stmatrix_x4_b16(void* row, const u32 (&v)[4]) {
         }
     });
 }
+
+__device__ __forceinline__ void stmatrix_x4_trans_b16(void* row, const u32 (&v)[4]) {
+    const EmuMatrices in = {row, {v[0], v[1], v[2], v[3]}};
+    emu_whole_warp<EmuMatrices, EmuNothing>("stmatrix.x4.trans", in, [](const EmuWarp<EmuMatrices, EmuNothing>& w) {
+        for (u32 lane = 0; lane < 32; lane++) {
+            if ((u64)w.in(lane).row % 16 != 0) emu_fail("an address of stmatrix is no multiple of 16");
+            for (u32 i = 0; i < 4; i++)
+                for (u32 e = 0; e < 2; e++)
+                    ((unsigned short*)w.in(8 * i + lane % 4 * 2 + e).row)[lane / 4] = (unsigned short)(w.in(lane).v[i] >> 16 * e);
+        }
+    });
+}

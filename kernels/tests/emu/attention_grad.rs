@@ -1,7 +1,8 @@
 //! The backward pass of `attention/sm80_attention.cu` against an f64 reference.
 
-use tilewire_kernels::abi::TwAttn;
+use tilewire_kernels::abi::{TwAttn, TwDqSums};
 use tilewire_kernels::attention::delta_rows;
+use tilewire_kernels::attention::hopper_fused::HopperFused;
 
 use crate::attention::{Build, Case, F32, ODD, PAIRED, Pair, SMALL, case, dot};
 use crate::gemm::{Type, number};
@@ -105,7 +106,7 @@ pub fn check(c: &Case, on: &Build, seed: u64) -> [Vec<u8>; 3] {
     // Of the plain unit a warp to a row.
     let of_block = if on.plain { 8 } else { delta_rows(on.dv) as u32 };
     let [dq_threads, dkv_threads] = [on.tiles.dq, on.tiles.dkv].map(|t| 32 * t.warps as u32);
-    check_by(c, on, seed, |[of_q, of_kv], _| {
+    check_by(c, on, seed, |[of_q, of_kv], _, _| {
         let launch = |i: usize| match i {
             0 => kernels[0]
                 .grid([(of_q.tokens_q * hq).div_ceil(of_block), 1, 1], [256, 1, 1])
@@ -123,13 +124,13 @@ pub fn check(c: &Case, on: &Build, seed: u64) -> [Vec<u8>; 3] {
     })
 }
 
-/// The same by the launches that are made of the parameters, over queries and over keys, and a
-/// word that is zero, and must be zero at the end.
+/// The same by the launches that are made of the parameters, over queries and over keys, a word
+/// that is zero, and must be zero at the end, and where dq is summed, whose words must be, too.
 pub fn check_by<'a>(
     c: &Case,
     on: &Build,
     seed: u64,
-    launches: impl FnOnce(&[TwAttn; 2], u64) -> Vec<Launch<'a>>,
+    launches: impl FnOnce(&[TwAttn; 2], u64, &TwDqSums) -> Vec<Launch<'a>>,
 ) -> [Vec<u8>; 3] {
     let (saved, t, (hq, hkv)) = (Saved::new(c, on), Case::narrow(on), c.heads);
     let widths = [hq * on.dqk, hkv * on.dqk, hkv * on.dv];
@@ -174,13 +175,21 @@ pub fn check_by<'a>(
         ..c.param(on)
     });
     let counter = Memory::new("counter", ANY, 4);
-    let launches = launches(&params, counter.addr());
+    let sums = Case::memory("sums", Type::F32, &vec![f32::NAN; saved.x[0].len()], 1, 0);
+    let num = HopperFused::words(params[0].tiles as usize, hq);
+    let words = Memory::new("words", ANY, 4 * num);
+    let to = TwDqSums { sums: sums.addr(), words: words.addr() };
+    let launches = launches(&params, counter.addr(), &to);
     let memory = inputs.iter().chain(&grads).chain([&out, &d_out, &lse, &delta, &bias, &counter]);
+    let memory = memory.chain([&sums, &words]);
     let memory = memory.chain(tables.iter().flat_map(|t| [&t.0, &t.1]));
     let mut run = Run::new(seed).memory(memory).stream(0, launches);
     run.yield_permille = if seed.is_multiple_of(2) { 200 } else { 5 };
+    run.max_steps = 20_000_000;
+    run.warp_pauses = seed % 4 > 1;
     run.go().unwrap_or_else(|e| panic!("{c:?}: {e}"));
     assert_eq!(counter.read::<u32>(), [0], "{c:?}: the counter of tiles");
+    assert!(words.read::<u32>().iter().all(|w| *w == 0), "{c:?}: turns are left");
     let bytes = grads.each_ref().map(Memory::read::<u8>);
     compare(c, &saved.reference(c, on), &bytes, widths);
     bytes

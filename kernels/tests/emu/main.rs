@@ -8,6 +8,8 @@ mod attention;
 mod attention_fwd;
 mod attention_grad;
 mod attention_hopper;
+mod attention_hopper_fused;
+mod attention_hopper_fused_mutants;
 mod attention_hopper_grad;
 mod attention_hopper_grad_mutants;
 mod attention_hopper_mutants;
@@ -103,6 +105,8 @@ fn all_tests() -> Vec<Test> {
         attention_fwd::TESTS,
         attention_grad::TESTS,
         attention_hopper::TESTS,
+        attention_hopper_fused::TESTS,
+        attention_hopper_fused_mutants::TESTS,
         attention_hopper_grad::TESTS,
         attention_hopper_grad_mutants::TESTS,
         attention_hopper_mutants::TESTS,

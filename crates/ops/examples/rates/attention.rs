@@ -1,6 +1,7 @@
 //! Times of attention on CUDA device 0, bf16, random inputs: causal, full and windowed masks,
 //! several head dimensions, packed documents, softcap, bias and dropout. One JSON object a line,
-//! both passes by each backend that the device has; rates count the pairs that the mask shows.
+//! both passes by each backend that the device has, and gradients by one kernel (`hopper fused`)
+//! where there is one; rates count the pairs that the mask shows.
 //!
 //! `cargo run --release -p tilewire-ops --example rates attention [SEQ ...]`, for causal masks of
 //! those lengths alone.
@@ -112,7 +113,9 @@ fn bench(ctx: &CudaContext, case: &Case) -> Result<()> {
     let Case { seq, dim, heads, .. } = *case;
     let desc = case.desc()?;
     let plan = AttentionPlan::with_backend(desc.clone(), None, AttnBackend::Portable)?;
-    let hopper = AttentionPlan::with_backend(desc, None, AttnBackend::Hopper)?;
+    let hopper = AttentionPlan::with_backend(desc.clone(), None, AttnBackend::Hopper)?;
+    let fused = AttentionPlan::with_backend(desc, None, AttnBackend::Hopper)?;
+    let fused = fused.with_fused_backward();
     plan.prepare(&stream)?;
     let random =
         |heads: usize| normal(ctx, &stream, seq, heads * dim)?.reshape(Shape::d3(seq, heads, dim));
@@ -141,6 +144,14 @@ fn bench(ctx: &CudaContext, case: &Case) -> Result<()> {
             r?;
             turns.push(Turn::new(AttnBackend::Hopper, "forward", Box::new(|| fwd(&hopper))));
             turns.push(Turn::new(AttnBackend::Hopper, "backward", Box::new(|| bwd(&hopper))));
+        }
+    }
+    // All gradients by one kernel, where there is one.
+    match fused.prepare(&stream) {
+        Err(e) if e.is_unsupported() => {}
+        r => {
+            r?;
+            turns.push(Turn::new("hopper fused", "backward", Box::new(|| bwd(&fused))));
         }
     }
     turns.push(Turn::new(portable, "backward", Box::new(|| bwd(&plan))));

@@ -177,6 +177,30 @@ fn close(what: &str, got: &Tensor, want: &Mat, off: &Mat) {
     assert!(worst <= 1.0, "{what}");
 }
 
+/// How a plan computes.
+#[derive(Clone, Copy)]
+pub enum By {
+    Backend(AttnBackend),
+    /// For sm_90a, all gradients by one kernel.
+    Fused,
+}
+
+impl From<AttnBackend> for By {
+    fn from(backend: AttnBackend) -> By {
+        By::Backend(backend)
+    }
+}
+
+impl By {
+    fn plan(self, d: &AttentionDesc) -> AttentionPlan {
+        let of = |by| AttentionPlan::with_backend(d.clone(), None, by).unwrap();
+        match self {
+            By::Backend(by) => of(by),
+            By::Fused => of(AttnBackend::Hopper).with_fused_backward(),
+        }
+    }
+}
+
 /// Tensors of a plan on the device.
 struct Side {
     plan: AttentionPlan,
@@ -190,8 +214,8 @@ struct Side {
 }
 
 impl Side {
-    fn new(g: &Gpu, d: &AttentionDesc, x: &Data, backend: AttnBackend) -> Self {
-        let plan = AttentionPlan::with_backend(d.clone(), None, backend).unwrap();
+    fn new(g: &Gpu, d: &AttentionDesc, x: &Data, by: By) -> Self {
+        let plan = by.plan(d);
         plan.prepare(&g.stream).unwrap();
         let put = |m: &Mat| g.put(m, d.dtype);
         let mut inputs = AttnInputs::new(put(&x.q), put(&x.k), put(&x.v));
@@ -239,11 +263,11 @@ fn run(g: &Gpu, d: &AttentionDesc) {
     run_by(g, d, AttnBackend::Auto);
 }
 
-/// The same with the forward pass by `backend`; what the plan says of itself.
-pub fn run_by(g: &Gpu, d: &AttentionDesc, backend: AttnBackend) -> String {
+/// The same by a backend or kernel; what the plan says of itself.
+pub fn run_by(g: &Gpu, d: &AttentionDesc, by: impl Into<By>) -> String {
     let what = format!("{d}");
     let x = Data::new(d, &mut Rng::new(11));
-    let side = Side::new(g, d, &x, backend);
+    let side = Side::new(g, d, &x, by.into());
     side.launch(&g.stream);
     g.stream.synchronize().unwrap();
     let (spec, seqs) = spec(d);
@@ -337,9 +361,9 @@ fn attention_of_fp8() {
 }
 
 /// Graphs that are replayed with changed inputs give the bits of eager launches.
-pub fn replays_by(g: &Gpu, d: &AttentionDesc, backend: AttnBackend) {
+pub fn replays_by(g: &Gpu, d: &AttentionDesc, by: impl Into<By>) {
     let x = Data::new(d, &mut Rng::new(3));
-    let side = Side::new(g, d, &x, backend);
+    let side = Side::new(g, d, &x, by.into());
     let results = side.results();
     let change = |round| {
         let mut rng = Rng::new(100 + round);

@@ -128,14 +128,7 @@ impl Gradients {
         d: &AttentionDesc,
         (p, tokens_q): (&TwAttn, usize),
     ) -> Result<()> {
-        let (k, v) = keys(d, p, TILE_M);
-        let (q, d_out) = queries(d, p, self.variant.queries.rows);
-        let [dk, dv] = [(d.dqk, p.ld_k), (d.dv, p.ld_v)]
-            .map(|(dim, ld)| map(stored(p), d.heads_kv * dim, ld, STORE_ROWS));
-        // Without a query they have no address, and nothing is read.
-        let or_k = |addr: u64| if addr == 0 { p.k } else { addr };
-        let (at_q, at_d) = (or_k(p.q), or_k(p.d_out));
-        let of = [(p.k, k), (p.v, v), (at_q, q), (at_d, d_out), (p.dk, dk), (p.dv, dv)];
+        let of = maps_of_keys(d, p, self.variant.queries.rows);
         let heads = (keys_together(d, tokens_q), p.heads_kv);
         let shared = self.variant.dkv_shared_bytes();
         // SAFETY: `tw_hopper_attn_dkv`, `_dk` and `_dv` take (TwAttn, TwAttnOrder, 6 x
@@ -167,6 +160,23 @@ impl Gradients {
         // other launch uses meanwhile.
         unsafe { kernel.launch(stream, grid, args) }
     }
+}
+
+/// The maps of a kernel that has tiles of keys, and visits `rows` queries at once: of k, v, q,
+/// d_out, dk and dv.
+pub(super) fn maps_of_keys(
+    d: &AttentionDesc,
+    p: &TwAttn,
+    rows: usize,
+) -> [(u64, TensorMapDesc); 6] {
+    let (k, v) = keys(d, p, TILE_M);
+    let (q, d_out) = queries(d, p, rows);
+    let [dk, dv] = [(d.dqk, p.ld_k), (d.dv, p.ld_v)]
+        .map(|(dim, ld)| map(stored(p), d.heads_kv * dim, ld, STORE_ROWS));
+    // Without a query they have no address, and nothing is read.
+    let or_k = |addr: u64| if addr == 0 { p.k } else { addr };
+    let (at_q, at_d) = (or_k(p.q), or_k(p.d_out));
+    [(p.k, k), (p.v, v), (at_q, q), (at_d, d_out), (p.dk, dk), (p.dv, dv)]
 }
 
 /// The maps of q and d_out, by boxes of `rows` of them.

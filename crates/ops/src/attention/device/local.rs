@@ -8,7 +8,7 @@ use tilewire_device::cuda::{CudaContext, CudaStream};
 use tilewire_kernels::abi::TwAttn;
 
 use super::queue::{Kernels, Prepared, Sides, inputs, inputs_bwd, param, param_bwd};
-use super::space::Space;
+use super::space::{Space, Sums};
 use crate::attention::launch::Given;
 use crate::attention::table::whole;
 use crate::attention::{AttentionDesc, AttnBackend, AttnGrads, AttnOut, AttnSaved};
@@ -19,18 +19,33 @@ use crate::common::workspaces::Workspaces;
 pub(crate) struct Local {
     kernels: Arc<Kernels>,
     spaces: Workspaces<Space>,
+    /// Sums of dq, if one kernel makes all gradients.
+    sums: Option<Workspaces<Sums>>,
 }
 
 impl Local {
-    pub fn new(ctx: &CudaContext, d: &AttentionDesc, backend: AttnBackend) -> Result<Self> {
-        let kernels = Arc::new(Kernels::new(ctx, d, backend)?);
+    /// `fused`: all gradients by one kernel.
+    pub fn new(
+        ctx: &CudaContext,
+        d: &AttentionDesc,
+        (backend, fused): (AttnBackend, bool),
+    ) -> Result<Self> {
+        let mut kernels = Kernels::new(ctx, d, backend)?;
+        if fused {
+            kernels.fuse(ctx, d)?;
+        }
+        let kernels = Arc::new(kernels);
         let k = kernels.clone();
-        Ok(Self { kernels, spaces: Workspaces::new(ctx, move |ctx| Space::new(ctx, &k.sizes)) })
+        let spaces = Workspaces::new(ctx, move |ctx| Space::new(ctx, &k.sizes));
+        let sums = kernels.sizes.sums;
+        let sums = sums.map(|sizes| Workspaces::new(ctx, move |ctx| Sums::new(ctx, sizes)));
+        Ok(Self { kernels, spaces, sums })
     }
 
     /// Gives `stream` a workspace of its own.
     pub fn prepare(&self, stream: &CudaStream) -> Result<()> {
-        self.spaces.prepare(stream)
+        self.spaces.prepare(stream)?;
+        self.sums.as_ref().map_or(Ok(()), |s| s.prepare(stream))
     }
 
     /// Returns how it is computed, in words.
@@ -110,8 +125,15 @@ impl Local {
                         Sides { queries, keys }
                     }
                 };
-                by.keys(stream, d, &p, &tables)?;
-                by.queries(stream, d, &p, &tables)?;
+                match &self.sums {
+                    Some(all) => {
+                        all.with(stream, |sums| by.all(stream, d, (&p, sums), &tables))?;
+                    }
+                    None => {
+                        by.keys(stream, d, &p, &tables)?;
+                        by.queries(stream, d, &p, &tables)?;
+                    }
+                }
                 let outs = grads.named().into_iter().filter_map(|(_, t)| t);
                 x.offsets.as_ref().map_or(Ok(()), |_| offsets.results(stream, refused, outs))
             })

@@ -3,7 +3,9 @@
 
 mod forward;
 mod fp8;
+mod fused;
 mod hopper;
+mod hopper_fused;
 mod hopper_grad;
 mod local;
 mod merge;

@@ -18,6 +18,7 @@ use super::forward::{
 };
 use super::fp8::kernel_desc;
 use super::hopper::{self, Hopper};
+use super::hopper_fused::Fused;
 use super::hopper_grad::{self, Gradients};
 use super::offsets::{ByOffsets, Place, Side, table_bytes};
 use super::space::{Sizes, Space};
@@ -32,7 +33,7 @@ pub(crate) fn part(p: TwAttn, out: u64, lse: u64) -> TwAttn {
 }
 
 /// The kernels of the gradients of q, k and v.
-enum Make {
+pub(super) enum Make {
     /// Of dq, and of dk and dv, together or one after the other.
     Portable(Tiled, Vec<Tiled>),
     Hopper(Gradients),
@@ -45,11 +46,13 @@ struct Delta {
     rows: usize,
 }
 
-struct Backward {
+pub(super) struct Backward {
     delta: Delta,
-    make: Make,
+    pub make: Make,
+    /// Beside [`Make::Hopper`].
+    pub fused: Option<Fused>,
     /// The kernels, for people.
-    name: String,
+    pub name: String,
     /// Type of dk and dv.
     dkv_type: u32,
     bias_and_sink: Option<(Kernel, Kernel)>,
@@ -58,7 +61,7 @@ struct Backward {
 /// The kernels of a plan.
 pub(super) struct Kernels {
     pub forward: Forward,
-    backward: Backward,
+    pub backward: Backward,
     pub by_offsets: ByOffsets,
     pub sizes: Sizes,
 }
@@ -128,7 +131,7 @@ impl Backward {
             }
         };
         let dkv_type = code(needs.dkv);
-        Ok(Self { delta, make, name, dkv_type, bias_and_sink })
+        Ok(Self { delta, make, fused: None, name, dkv_type, bias_and_sink })
     }
 
     fn portable(ctx: &CudaContext, d: &AttentionDesc, needs: &Needs) -> Result<(Delta, Make)> {
@@ -199,7 +202,7 @@ impl Kernels {
             forward: Forward::new(ctx, d, needs, backend)?,
             backward: Backward::new(ctx, d, needs, backend)?,
             by_offsets: ByOffsets::new(ctx)?,
-            sizes: Sizes { segs, queries: needs.queries, wide: None },
+            sizes: Sizes { segs, queries: needs.queries, wide: None, sums: None },
         })
     }
 
@@ -427,7 +430,12 @@ impl Prepared {
         self.bias_and_sink(stream, d, TwAttn { own, other, num_own, ..*p })
     }
 
-    fn bias_and_sink(&self, stream: &CudaStream, d: &AttentionDesc, p: TwAttn) -> Result<()> {
+    pub(super) fn bias_and_sink(
+        &self,
+        stream: &CudaStream,
+        d: &AttentionDesc,
+        p: TwAttn,
+    ) -> Result<()> {
         let Some((dbias, dsink)) = &self.kernels.backward.bias_and_sink else { return Ok(()) };
         if let (Some(b), true) = (d.bias, p.dbias != 0) {
             let elements = b.heads * b.sq * b.skv;
@@ -510,7 +518,7 @@ pub(crate) fn param(d: &AttentionDesc, x: &AttnInputs, rows: LocalRows) -> Resul
 
 /// The kernels copy 16 bytes at a time; rows are multiples of that, so only beginnings can be
 /// wrong.
-fn aligned(d: &AttentionDesc, tensors: &[(&str, u64)]) -> Result<()> {
+pub(super) fn aligned(d: &AttentionDesc, tensors: &[(&str, u64)]) -> Result<()> {
     match tensors.iter().find(|(_, at)| at % 16 != 0) {
         Some((what, _)) if variant(d, false).is_some() => {
             Err(Error::invalid(format!("`{what}` does not begin at a multiple of 16 bytes"))
@@ -531,7 +539,7 @@ fn launch(
     run(stream, &k.kernel, k.grid(p.tiles, heads), &p)
 }
 
-fn with_tables(p: &TwAttn, (own, other): (&Side, &Side)) -> TwAttn {
+pub(super) fn with_tables(p: &TwAttn, (own, other): (&Side, &Side)) -> TwAttn {
     TwAttn { own: own.at, other: other.at, num_own: own.num, tiles: own.tiles, ..*p }
 }
 

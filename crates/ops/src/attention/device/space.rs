@@ -16,6 +16,32 @@ pub(super) struct Sizes {
     pub queries: usize,
     /// With FP8 inputs of one rank: their description, and rows of heads of queries and of keys.
     pub wide: Option<(AttentionDesc, (usize, usize))>,
+    /// Those of sums of dq, if one kernel makes all gradients.
+    pub sums: Option<SumsSizes>,
+}
+
+/// The sizes of [`Sums`].
+#[derive(Clone, Copy)]
+pub(super) struct SumsSizes {
+    /// Elements of dq.
+    pub elements: usize,
+    /// Words that count turns.
+    pub words: usize,
+}
+
+/// Sums of dq of the backward passes of one stream, one at a time.
+pub(crate) struct Sums {
+    /// `[Hq, 2, tokens_q, dqk / 2]` f32.
+    pub sums: CudaMemory,
+    /// As `TwDqSums` says: zero between launches.
+    pub words: CudaMemory,
+}
+
+impl Sums {
+    pub fn new(ctx: &CudaContext, sizes: SumsSizes) -> Result<Self> {
+        let (sums, words) = (4 * sizes.elements, 4 * sizes.words);
+        Ok(Self { sums: workspace(ctx, sums)?, words: workspace(ctx, words)? })
+    }
 }
 
 /// The workspace of one launch at a time.
@@ -33,7 +59,7 @@ pub(super) struct Space {
 
 impl Space {
     pub fn new(ctx: &CudaContext, sizes: &Sizes) -> Result<Self> {
-        let Sizes { segs, queries, wide } = sizes;
+        let Sizes { segs, queries, wide, .. } = sizes;
         let wide = wide.as_ref().map(|(d, rows)| Wide::new(ctx, d, *rows)).transpose()?;
         let (tables, delta) =
             (workspace(ctx, 3 * table_bytes(*segs))?, workspace(ctx, 4 * queries)?);

@@ -1,0 +1,168 @@
+//! Attention for sm_90a whose gradients one kernel makes, against the oracle: on a GPU, or an
+//! emulated device.
+
+use tilewire_core::{DType, Rng, Shape};
+use tilewire_device::{Buffer, Tensor};
+use tilewire_ops::attention::{
+    AttentionDesc, AttentionPlan, AttnBackend, AttnGrads, AttnInputs, AttnMask, AttnOffsets,
+    AttnOut, AttnSaved, Sequences,
+};
+use tilewire_testing::{Lack, WORDS, did_not_run};
+
+use crate::attention::{By, base, padded_sequences, replays_by, run_by};
+use crate::common::{Gpu, random};
+use crate::driver::Driver;
+use crate::hopper::{hopper, is_emulated};
+
+/// What the plan says of the backward pass.
+const ONE: &str = ", all gradients by one kernel";
+
+fn run(g: &Gpu, d: &AttentionDesc) {
+    let explain = run_by(g, d, By::Fused);
+    assert!(explain.contains(ONE), "{explain}");
+}
+
+fn of(seq: usize, mask: AttnMask) -> AttentionDesc {
+    base(seq, 128, DType::BF16, mask)
+}
+
+#[test]
+fn fused_gradients_of_masks_and_lengths() {
+    let Some(g) = hopper() else { return };
+    if is_emulated() {
+        run(&g, &base(131, 128, DType::F16, AttnMask::window(70, 3)));
+        return run(&g, &of(190, AttnMask::CAUSAL));
+    }
+    for seq in [1, 63, 65, 127, 129, 200, 515, 1100] {
+        for mask in [AttnMask::CAUSAL, AttnMask::FULL, AttnMask::window(170, 3)] {
+            run(&g, &of(seq, mask));
+            run(&g, &base(seq, 128, DType::F16, mask));
+        }
+    }
+    for heads in [(1, 1), (8, 1), (6, 3)] {
+        let d = AttentionDesc::new(700, heads, 128, DType::BF16, AttnMask::CAUSAL);
+        run(&g, &d);
+    }
+    for (q, kv) in [(300, 170), (170, 300)] {
+        let sequences = Sequences::packed(&[0, q], &[0, kv]).unwrap();
+        run(&g, &AttentionDesc { sequences, ..of(1, AttnMask::CAUSAL) });
+    }
+}
+
+#[test]
+fn fused_gradients_of_packed_rows_and_sinks() {
+    let Some(g) = hopper() else { return };
+    let packed = AttentionDesc { sequences: padded_sequences(), ..of(1, AttnMask::CAUSAL) };
+    run(&g, &AttentionDesc { sink: true, ..packed.clone() });
+    if !is_emulated() {
+        run(&g, &packed);
+        run(&g, &AttentionDesc { mask: AttnMask::window(50, 20), ..packed });
+    }
+    for (q, kv) in [(40, 0), (0, 40)] {
+        let sequences = Sequences::packed(&[0, q], &[0, kv]).unwrap();
+        run(&g, &AttentionDesc { sequences, ..of(1, AttnMask::FULL) });
+    }
+    // Keys that are not there, beside scores so far below 0 that theirs would have an infinite
+    // probability.
+    for dtype in [DType::BF16, DType::F16] {
+        let sequences = Sequences::packed(&[0, 130], &[0, 1]).unwrap();
+        let d = base(1, 128, dtype, AttnMask::FULL);
+        run(&g, &AttentionDesc { sequences, scale: 40.0, ..d });
+    }
+}
+
+#[test]
+fn fused_gradients_replay_with_the_same_bits() {
+    let Some(g) = hopper() else { return };
+    let seq = if is_emulated() { 150 } else { 1500 };
+    replays_by(&g, &of(seq, AttnMask::CAUSAL), By::Fused);
+}
+
+/// Offsets in device memory: the bits of sequences that the host knows, and NaN if they are none.
+#[test]
+fn fused_gradients_by_offsets_in_device_memory() {
+    const ROWS: usize = 149;
+    let Some(g) = hopper() else { return };
+    let mut rng = Rng::new(7);
+    let cu = [0, 20, 20, 149];
+    let sequences = Sequences::packed(&cu, &cu).unwrap();
+    let d = AttentionDesc { sequences, ..of(ROWS, AttnMask::CAUSAL) };
+    let plan = AttentionPlan::with_backend(d.clone(), None, AttnBackend::Hopper).unwrap();
+    let plan = plan.with_fused_backward();
+    plan.prepare(&g.stream).unwrap();
+    let mut put = |heads: usize| g.put(&random(&mut rng, ROWS, heads * 128, d.dtype), d.dtype);
+    let x = AttnInputs::new(put(d.heads_q), put(d.heads_kv), put(d.heads_kv));
+    let d_out = put(d.heads_q);
+    let poisoned = |t, shape| g.move_here(&Tensor::poisoned(t, shape));
+    let bits_of = |x: &AttnInputs| {
+        let like = |heads: usize| poisoned(d.dtype, Shape::d2(ROWS, heads * 128));
+        let lse = poisoned(DType::F32, Shape::d2(d.heads_q, ROWS));
+        let out = AttnOut { out: like(d.heads_q), lse };
+        let grads = AttnGrads::new(like(d.heads_q), like(d.heads_kv), like(d.heads_kv));
+        drop(plan.launch_fwd(&g.stream, x, out.clone()).unwrap());
+        let saved = AttnSaved { out: out.out, lse: out.lse, d_out: d_out.clone() };
+        drop(plan.launch_bwd(&g.stream, x, saved, grads.clone()).unwrap());
+        g.stream.synchronize().unwrap();
+        [grads.dq, grads.dk, grads.dv].map(|t| t.download().unwrap())
+    };
+    let by_offsets = |cu: &[i32]| {
+        let cu = || {
+            let host = Tensor::from_slice(cu, Shape::d1(cu.len())).unwrap();
+            g.move_here(&host)
+        };
+        let offsets = Some(AttnOffsets::packed(cu(), cu()));
+        bits_of(&AttnInputs { offsets, ..x.clone() })
+    };
+    let found = by_offsets(&[0, 20, 20, 149]);
+    let refused = by_offsets(&[0, 30, 20, 149]);
+    let again = by_offsets(&[0, 20, 20, 149]);
+    assert!(refused.iter().flatten().all(|b| *b == 0xff), "NaN");
+    let want = bits_of(&AttnInputs { sequences: Some(d.sequences.clone()), ..x });
+    assert!(found == want && again == want, "bits");
+}
+
+/// What it does not do is an error of it, with the reason.
+#[test]
+fn what_has_no_fused_gradients() {
+    let Some(g) = hopper() else { return };
+    let d = of(20, AttnMask::CAUSAL);
+    for (bad, by) in [
+        (base(20, 64, DType::BF16, AttnMask::FULL), AttnBackend::Hopper),
+        (AttentionDesc { softcap: Some(2.0), ..d.clone() }, AttnBackend::Hopper),
+        (AttentionDesc { out: DType::F32, ..d.clone() }, AttnBackend::Hopper),
+        (base(20, 128, DType::F8E4M3, AttnMask::FULL), AttnBackend::Auto),
+        (d, AttnBackend::Portable),
+    ] {
+        let plan = AttentionPlan::with_backend(bad, None, by).unwrap().with_fused_backward();
+        let e = plan.prepare(&g.stream).unwrap_err();
+        let text = e.to_string();
+        assert!(e.is_unsupported() && e.get_hint().is_some() && text.contains("at once"), "{e}");
+    }
+}
+
+#[test]
+fn fused_gradients_run_on_emulated_devices() {
+    if is_emulated() {
+        return;
+    }
+    let Some(driver) = Driver::emulated() else {
+        did_not_run(Lack::Compiler, "no g++ builds an emulated driver here");
+        return;
+    };
+    let mut run = driver.command(std::env::current_exe().unwrap(), 1);
+    let out = run
+        .args([
+            "--exact",
+            "attention_fused::fused_gradients_of_masks_and_lengths",
+            "attention_fused::fused_gradients_of_packed_rows_and_sinks",
+            "attention_fused::fused_gradients_replay_with_the_same_bits",
+            "attention_fused::fused_gradients_by_offsets_in_device_memory",
+            "attention_fused::what_has_no_fused_gradients",
+        ])
+        .output()
+        .unwrap();
+    let text = String::from_utf8_lossy(&out.stdout);
+    let text = format!("{text}{}", String::from_utf8_lossy(&out.stderr));
+    assert!(out.status.success() && text.contains("5 passed"), "{text}");
+    assert!(!text.contains(WORDS), "{text}");
+}
