@@ -295,8 +295,8 @@ Block* choose(Worker* w) {
     return w->current;
 }
 
-// Now and then a warp stands still, long enough for others to go once round all that they share: fair
-// turns would hide who does not wait for it. Place `k` of those that are ready, or another.
+// Now and then a warp stands still, long enough for others to go once round all that they share:
+// fair turns would hide who does not wait for it. Place `k` of those that are ready, or another.
 size_t pick(Worker* w, Block* b, size_t k) {
     if (w->still == 0 && random(w) % 4096 == 0) {
         w->still_warp = (unsigned)(random(w) % (b->fibers.size() / 32 + 1));
