@@ -7,12 +7,10 @@ use tilewire_ops::attention::{
     AttentionDesc, AttentionPlan, AttnBackend, AttnGrads, AttnInputs, AttnMask, AttnOffsets,
     AttnOut, AttnSaved, Sequences,
 };
-use tilewire_testing::{Lack, WORDS, did_not_run};
 
 use crate::attention::{By, base, padded_sequences, replays_by, run_by};
 use crate::common::{Gpu, random};
-use crate::driver::Driver;
-use crate::hopper::{hopper, is_emulated};
+use crate::hopper::{hopper, is_emulated, pass_on_an_emulated_device};
 
 /// What the plan says of the backward pass.
 const ONE: &str = ", all gradients by one kernel";
@@ -140,27 +138,14 @@ fn what_has_no_fused_gradients() {
 
 #[test]
 fn fused_gradients_run_on_emulated_devices() {
-    if is_emulated() {
-        return;
-    }
-    let Some(driver) = Driver::emulated() else {
-        did_not_run(Lack::Compiler, "no g++ builds an emulated driver here");
-        return;
-    };
-    let mut run = driver.command(std::env::current_exe().unwrap(), 1);
-    let out = run
-        .args([
-            "--exact",
+    pass_on_an_emulated_device(
+        4,
+        &[
             "attention_fused::fused_gradients_of_masks_and_lengths",
             "attention_fused::fused_gradients_of_packed_rows_and_sinks",
             "attention_fused::fused_gradients_replay_with_the_same_bits",
             "attention_fused::fused_gradients_by_offsets_in_device_memory",
             "attention_fused::what_has_no_fused_gradients",
-        ])
-        .output()
-        .unwrap();
-    let text = String::from_utf8_lossy(&out.stdout);
-    let text = format!("{text}{}", String::from_utf8_lossy(&out.stderr));
-    assert!(out.status.success() && text.contains("5 passed"), "{text}");
-    assert!(!text.contains(WORDS), "{text}");
+        ],
+    );
 }

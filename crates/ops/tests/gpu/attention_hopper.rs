@@ -4,12 +4,10 @@ use tilewire_core::DType;
 use tilewire_ops::attention::{
     AttentionDesc, AttentionPlan, AttnBackend, AttnMask, BiasShape, Dropout, Sequences,
 };
-use tilewire_testing::{Lack, WORDS, did_not_run};
 
 use crate::attention::{base, padded_sequences, replays_by, run_by};
 use crate::common::Gpu;
-use crate::driver::Driver;
-use crate::hopper::{hopper, is_emulated};
+use crate::hopper::{hopper, is_emulated, pass_on_an_emulated_device};
 
 /// What the plan says of the backward pass.
 const BACKWARD: &str = "; backward the kernels for sm_90a";
@@ -142,27 +140,14 @@ fn what_the_attention_kernel_for_sm_90a_does_not_take() {
 
 #[test]
 fn the_attention_kernel_for_sm_90a_runs_on_emulated_devices() {
-    if is_emulated() {
-        return;
-    }
-    let Some(driver) = Driver::emulated() else {
-        did_not_run(Lack::Compiler, "no g++ builds an emulated driver here");
-        return;
-    };
-    let mut run = driver.command(std::env::current_exe().unwrap(), 1);
-    let out = run
-        .args([
-            "--exact",
+    pass_on_an_emulated_device(
+        4,
+        &[
             "attention_hopper::attention_for_sm_90a_of_masks_lengths_and_dimensions",
             "attention_hopper::attention_for_sm_90a_of_packed_rows_and_sinks",
             "attention_hopper::attention_for_sm_90a_with_extras",
             "attention_hopper::attention_for_sm_90a_replays_with_the_same_bits",
             "attention_hopper::what_the_attention_kernel_for_sm_90a_does_not_take",
-        ])
-        .output()
-        .unwrap();
-    let text = String::from_utf8_lossy(&out.stdout);
-    let text = format!("{text}{}", String::from_utf8_lossy(&out.stderr));
-    assert!(out.status.success() && text.contains("5 passed"), "{text}");
-    assert!(!text.contains(WORDS), "{text}");
+        ],
+    );
 }

@@ -376,8 +376,9 @@ fn lists_of_tensors_are_seen_before_a_capture() {
     p.check();
 }
 
-#[test]
-fn the_core_runs_on_emulated_devices() {
+/// Runs tests of this program on an emulated device of so many multiprocessors: all must pass, and
+/// none may have lacked one.
+pub fn pass_on_an_emulated_device(num_sms: usize, tests: &[&str]) {
     if is_emulated() {
         return;
     }
@@ -385,26 +386,34 @@ fn the_core_runs_on_emulated_devices() {
         did_not_run(Lack::Compiler, "no g++ builds an emulated driver here");
         return;
     };
-    let mut words = vec!["--exact"];
-    words.extend([
-        "hopper::products_by_the_core",
-        "hopper::what_the_core_does_not_take",
-        "hopper::the_core_gives_the_same_bits_on_two_streams",
-        "hopper::the_core_keeps_to_its_multiprocessors",
-        "hopper::products_of_groups_by_the_core",
-        "hopper::replays_of_the_core_follow_the_splits",
-        "hopper::groups_that_the_core_does_not_take",
-        "hopper::lists_of_tensors_are_seen_before_a_capture",
-        "parts::products_in_parts",
-        "parts::few_tiles_are_computed_in_parts",
-        "parts::launches_behind_each_other_wait_for_each_other",
-        "parts::parts_of_many_rows",
-    ]);
     let mut run = driver.command(std::env::current_exe().unwrap(), 1);
-    // As many multiprocessors as `auto` wants for it.
-    let out = run.env("TW_EMU_SMS", "8").args(&words).output().unwrap();
+    let out = run.env("TW_EMU_SMS", num_sms.to_string()).arg("--exact").args(tests);
+    let out = out.output().unwrap();
     let text = String::from_utf8_lossy(&out.stdout);
     let text = format!("{text}{}", String::from_utf8_lossy(&out.stderr));
-    assert!(out.status.success() && text.contains("12 passed"), "{text}");
+    let passed = format!("{} passed", tests.len());
+    assert!(out.status.success() && text.contains(&passed), "{text}");
     assert!(!text.contains(WORDS), "{text}");
+}
+
+#[test]
+fn the_core_runs_on_emulated_devices() {
+    // As many multiprocessors as `auto` wants for it.
+    pass_on_an_emulated_device(
+        8,
+        &[
+            "hopper::products_by_the_core",
+            "hopper::what_the_core_does_not_take",
+            "hopper::the_core_gives_the_same_bits_on_two_streams",
+            "hopper::the_core_keeps_to_its_multiprocessors",
+            "hopper::products_of_groups_by_the_core",
+            "hopper::replays_of_the_core_follow_the_splits",
+            "hopper::groups_that_the_core_does_not_take",
+            "hopper::lists_of_tensors_are_seen_before_a_capture",
+            "parts::products_in_parts",
+            "parts::few_tiles_are_computed_in_parts",
+            "parts::launches_behind_each_other_wait_for_each_other",
+            "parts::parts_of_many_rows",
+        ],
+    );
 }
