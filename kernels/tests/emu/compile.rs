@@ -1,6 +1,8 @@
 //! Kernels' text to shared libraries, by the host's compiler.
 
+use std::env;
 use std::fs;
+use std::hash::{DefaultHasher, Hash, Hasher};
 use std::panic::panic_any;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -39,9 +41,15 @@ pub fn available() -> Result<(), String> {
     }
 }
 
-/// A folder of this process: two runs at once do not meet.
-fn dir() -> PathBuf {
-    Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("emu-{}", std::process::id()))
+/// Names the folder of the parent to the processes of mutants.
+pub const DIR: &str = "TW_EMU_DIR";
+
+/// A folder of this process and its children: two runs at once do not meet.
+pub fn dir() -> PathBuf {
+    let own = || {
+        Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("emu-{}", std::process::id())).into()
+    };
+    env::var_os(DIR).unwrap_or_else(own).into()
 }
 
 /// Removes what was compiled. What is loaded stays usable.
@@ -52,12 +60,23 @@ pub fn clean() {
 /// The payload of a panic: the compiler's words about a text that it refuses.
 pub struct Refused(pub String);
 
-/// Compiles `text`; panics with [`Refused`].
-fn compile(name: &str, text: &str, flags: &[String]) -> PathBuf {
+/// A name that no other call has, here or in a child.
+fn unique() -> String {
     static NUMBER: AtomicUsize = AtomicUsize::new(0);
-    let file = format!("{name}-{}", NUMBER.fetch_add(1, Ordering::Relaxed));
+    format!("{}-{}", std::process::id(), NUMBER.fetch_add(1, Ordering::Relaxed))
+}
+
+/// Compiles `text`, unless that was done before; panics with [`Refused`].
+fn compile(name: &str, text: &str, flags: &[String]) -> PathBuf {
+    let mut hasher = DefaultHasher::new();
+    (text, flags).hash(&mut hasher);
+    let there = dir().join(format!("{name}-{:016x}.so", hasher.finish()));
+    if there.exists() {
+        return there;
+    }
     fs::create_dir_all(dir()).unwrap();
-    let (source, library) = (dir().join(format!("{file}.cpp")), dir().join(format!("{file}.so")));
+    let file = dir().join(unique());
+    let (source, library) = (file.with_extension("cpp"), file.with_extension("so"));
     fs::write(&source, text).unwrap();
     // No fused multiply-add that the text does not ask for, on any processor.
     let fixed = ["-std=c++17", "-shared", "-fPIC", "-fno-strict-aliasing", "-ffp-contract=off"];
@@ -71,14 +90,15 @@ fn compile(name: &str, text: &str, flags: &[String]) -> PathBuf {
     if !out.status.success() {
         panic_any(Refused(format!("{name}:\n{}", String::from_utf8_lossy(&out.stderr))));
     }
-    library
+    // Whole or not at all: others may be looking for it.
+    fs::rename(&library, &there).unwrap();
+    there
 }
 
 /// Checks that `text`, behind the prelude, is good C++; what the compiler says if it is not.
 pub fn syntax(text: &str, defines: &[(String, u64)]) -> Result<(), String> {
-    static NUMBER: AtomicUsize = AtomicUsize::new(0);
     fs::create_dir_all(dir()).unwrap();
-    let source = dir().join(format!("syntax-{}.cpp", NUMBER.fetch_add(1, Ordering::Relaxed)));
+    let source = dir().join(format!("syntax-{}.cpp", unique()));
     fs::write(&source, format!("{ABI}{PRELUDE}\n{text}")).unwrap();
     let out = Command::new(COMPILER)
         .args(["-fsyntax-only", "-std=c++17", "-DTW_EMU_SMEM=1024"])

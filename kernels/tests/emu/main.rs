@@ -4,6 +4,7 @@
 //! one ignored test with its reason, which `cargo xtask test` counts as skipped.
 #![expect(clippy::print_stdout, reason = "a test harness reports on stdout, as libtest does")]
 
+mod apart;
 mod attention;
 mod attention_fwd;
 mod attention_grad;
@@ -144,6 +145,9 @@ fn main() -> ExitCode {
         chosen.iter().for_each(|(name, _)| println!("{name}: test"));
         return ExitCode::SUCCESS;
     }
+    if apart::is_child() {
+        return child(&all, &args);
+    }
     println!("\nrunning {} tests", chosen.len());
     if let Err(why) = compile::available() {
         println!("test kernels_on_the_cpu ... ignored, {why}");
@@ -162,7 +166,7 @@ fn main() -> ExitCode {
     let failed = run(&chosen);
     compile::clean();
     if let Some((own, compilers)) = processor_time() {
-        println!("{own:.0} s of a processor in tests, {compilers:.0} s in compilers");
+        println!("{own:.0} s of a processor in tests, {compilers:.0} s in compilers and mutants");
     }
     for name in &failed {
         println!("    {name}");
@@ -176,6 +180,16 @@ fn main() -> ExitCode {
         start.elapsed().as_secs_f64()
     );
     ExitCode::from(u8::from(!failed.is_empty()))
+}
+
+/// Runs the test of one mutant, which ends the process; that it comes back is a failure.
+fn child(all: &[Test], args: &[String]) -> ExitCode {
+    // Panics are what a mutant is to cause.
+    panic::set_hook(Box::new(|_| ()));
+    for (_, test) in all.iter().filter(|(name, _)| args.iter().any(|a| a == name)) {
+        test();
+    }
+    ExitCode::FAILURE
 }
 
 /// Seconds of a processor that this process took, and those of its children that have ended.
@@ -199,6 +213,7 @@ fn run(tests: &[Test]) -> Vec<&'static str> {
     let work = || {
         while let Some((name, test)) = tests.get(next.fetch_add(1, Ordering::Relaxed)) {
             let start = Instant::now();
+            apart::begin(name);
             let good = panic::catch_unwind(AssertUnwindSafe(test)).is_ok();
             let word = if good { "ok" } else { "FAILED" };
             println!("test {name} ({:.2} s) ... {word}", start.elapsed().as_secs_f64());

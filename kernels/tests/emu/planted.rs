@@ -6,13 +6,14 @@ use std::fs;
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::panic::{self, AssertUnwindSafe};
 use std::path::Path;
-use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{LazyLock, Mutex};
 use std::thread;
 use std::time::Instant;
 
 use serde::Deserialize;
 
+use crate::apart;
 use crate::compile::{Refused, Unit};
 use crate::host::{Lib, RUNTIME};
 use crate::run::words;
@@ -76,10 +77,6 @@ thread_local! {
     static ATTEMPT: RefCell<Option<Attempt>> = const { RefCell::new(None) };
 }
 
-/// The kernels that each scenario has asked for: of which scenario, of which unit.
-type Asked = BTreeMap<(&'static str, &'static str), BTreeSet<&'static str>>;
-static ASKED: Mutex<Asked> = Mutex::new(BTreeMap::new());
-
 /// True if `text` is the broken one that this thread tries; more may stand behind that.
 pub fn is_broken(text: &str) -> bool {
     ATTEMPT.with_borrow(|a| a.as_ref().is_some_and(|a| text.starts_with(&a.text)))
@@ -104,21 +101,27 @@ pub fn asked(unit: &Unit, name: &str) -> Vec<&'static str> {
     let Some(scenario) = scenario.filter(|_| is_broken(&unit.text)) else {
         return unit.kernels.clone();
     };
-    let mut all = ASKED.lock().unwrap();
-    let known = all.entry((scenario, unit.name)).or_default();
-    let first = known.is_empty();
-    known.extend(unit.kernels.iter().find(|k| **k == name));
-    if first { unit.kernels.clone() } else { known.iter().copied().collect() }
+    match apart::asked(scenario, unit.name, name) {
+        None => unit.kernels.clone(),
+        Some(known) => unit.kernels.iter().copied().filter(|k| known.contains(*k)).collect(),
+    }
 }
 
-/// What the scenario says about a mutant. An error if it says nothing, or not because of it.
-fn kill(scenario: &Scenario, broken: String, load: Load) -> Result<String, String> {
+/// What the scenario says about a mutant. An error if it says nothing, or not because of it. Calls
+/// `at_work` when the broken text is loaded.
+fn kill(
+    scenario: &Scenario,
+    broken: String,
+    load: Load,
+    at_work: &mut dyn FnMut(),
+) -> Result<String, String> {
     let (begun, text) = (Instant::now(), broken.clone());
     ATTEMPT.set(Some(Attempt { scenario: scenario.0, text, libs: Vec::new() }));
     let mut loaded = false;
     let ended = panic::catch_unwind(AssertUnwindSafe(|| {
         let lib = load(broken);
         loaded = true;
+        at_work();
         (scenario.1)(lib);
     }));
     ATTEMPT.set(None);
@@ -177,15 +180,26 @@ pub fn all_are_killed(text: &str, load: Load, of: (&str, &str), scenarios: &[Sce
     for (name, _) in scenarios {
         assert!(mutants.iter().any(|m| m.scenario == *name), "{name}: no mutant needs it");
     }
-    let tried = to_try(text, &mutants);
+    if let Some(m) = apart::mine(of).map(|i| &mutants[i]) {
+        let broken = text.replace(&m.from, &m.to);
+        apart::report(&m.scenario, |at_work| {
+            kill(find(m).expect("its scenario"), broken, load, at_work)
+        });
+    }
+    if apart::is_child() {
+        return;
+    }
+    let (tried, test) = (to_try(text, &mutants), apart::test());
+    // Once for all children.
+    LazyLock::force(&RUNTIME);
     let (next, table) = (AtomicUsize::new(0), Mutex::new(vec![None; tried.len()]));
     let work = || {
         while let Some((at, m)) = {
             let at = next.fetch_add(1, Ordering::Relaxed);
-            tried.get(at).map(|i| (at, &mutants[*i]))
+            tried.get(at).map(|i| (at, *i))
         } {
-            let how = find(m).map(|s| kill(s, text.replace(&m.from, &m.to), load));
-            table.lock().unwrap()[at] = how;
+            let how = apart::tried((test, of, m), &mutants[m].scenario);
+            table.lock().unwrap()[at] = Some(how);
         }
     };
     let num = thread::available_parallelism().map_or(1, |n| n.get().min(8));
@@ -228,7 +242,7 @@ fn what_the_compiler_refuses_is_not_killed() {
         RUNTIME.load(&Unit { name, text, defines: Vec::new(), kernels, smem: 0 })
     };
     let asks: Scenario = ("asks", |lib| drop((lib.kernel("t_one"), lib.kernel("t_two"))));
-    let how = |text: &str| kill(&asks, text.to_owned(), load);
+    let how = |text: &str| kill(&asks, text.to_owned(), load, &mut || ());
     let both = "extern \"C\" __global__ void t_one() {}\nextern \"C\" __global__ void t_two() {}\n";
     assert_eq!(how(both), Err("SURVIVED".to_owned()));
     for refused in [both.replace("{}", "{ no }"), both.replace("t_two", "t_three")] {
@@ -236,7 +250,7 @@ fn what_the_compiler_refuses_is_not_killed() {
         assert!(why.starts_with("DOES NOT COMPILE"), "{why}");
     }
     let stops: Scenario = ("stops", |lib| panic!("{}", lib.text()));
-    assert!(kill(&stops, both.to_owned(), load).unwrap().contains("t_two"));
+    assert!(kill(&stops, both.to_owned(), load, &mut || ()).unwrap().contains("t_two"));
 }
 
 /// A group that no test runs would break nothing when its kernel changes.
