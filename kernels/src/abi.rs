@@ -9,6 +9,7 @@ use std::mem::{offset_of, size_of};
 use bytemuck::{Pod, Zeroable};
 
 use crate::attention::hopper::FEW;
+use crate::attention::hopper_gates::GATES;
 use crate::attention::{REFUSED, TABLE};
 pub use crate::layout::{Field, Layout};
 use crate::portable::{COLLECTIVE_RANKS, MOVE_SEGMENTS};
@@ -344,23 +345,19 @@ abi! {
 
     /// The order in which the kernels for sm_90a take tiles, and few segments.
     "attention/hopper_tiles.cuh" TwAttnOrder {
-        counter: u64,
-        heads: u32,
-        few: u32,
-        own: [TwSeg; FEW],
-        other: [TwSeg; FEW],
+        counter: u64, heads: u32, few: u32, own: [TwSeg; FEW], other: [TwSeg; FEW],
+    }
+
+    /// Gates of the ranks whose keys come while a kernel attends.
+    "attention/hopper_gates.cuh" TwGates {
+        team: TwTeam, flags: u64, slot: u32, own: u32, end: [u32; GATES],
     }
 
     /// Memory in which the kernel of five products sums dq.
     "attention/hopper_fused.cuh" TwDqSums { sums: u64, words: u64, }
 
     /// Segments that `tw_attn_table` writes to device memory.
-    "attention/segments.cuh" TwTable {
-        to: u64,
-        num: u32,
-        pad: u32,
-        segs: [TwSeg; TABLE],
-    }
+    "attention/segments.cuh" TwTable { to: u64, num: u32, pad: u32, segs: [TwSeg; TABLE], }
 
     /// Rows of one side, by offsets in device memory.
     "attention/sequences.cu" TwOffsets {

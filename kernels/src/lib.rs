@@ -194,6 +194,7 @@ pub const ALL: &[Source] = &[
     attention::hopper::SM90_ATTENTION,
     attention::hopper::SM90_ATTENTION_BWD,
     attention::hopper_fused::SM90_ATTENTION_GRADS,
+    attention::hopper_gates::SM90_ATTENTION_GATED,
     LINKS,
     LINKS_BULK,
     LITMUS,

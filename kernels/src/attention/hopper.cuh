@@ -37,6 +37,10 @@
 #ifndef TW_HA_STAGES
 #define TW_HA_STAGES 2
 #endif
+// Of gates (hopper_gates.cuh).
+#ifndef TW_HA_WATCH_BYTES
+#define TW_HA_WATCH_BYTES 0
+#endif
 
 enum : u32 {
     TW_HA_D = TW_ATTN_DQK,
@@ -52,7 +56,8 @@ enum : u32 {
     TW_HA_AT_V = TW_HA_AT_K + TW_HA_STAGES * TW_HA_K_BYTES,
     TW_HA_AT_STATE = TW_HA_AT_V + TW_HA_STAGES * TW_HA_V_BYTES,
     TW_HA_STATE_BYTES = 1024,
-    TW_HA_BYTES = TW_HA_AT_STATE + TW_HA_STATE_BYTES,
+    TW_HA_AT_WATCH = TW_HA_AT_STATE + TW_HA_STATE_BYTES,
+    TW_HA_BYTES = TW_HA_AT_WATCH + TW_HA_WATCH_BYTES,
     // Registers of a thread that loads, and of one that multiplies. All warps together must not
     // hold more than they begin with, 384 x 168: 128 x 40 + 256 x 232 is that.
     TW_HA_LOAD_REGISTERS = 40,
@@ -107,6 +112,23 @@ __device__ __forceinline__ TwShared& tw_shared() {
 typedef TwRing<2> TwSlots;
 typedef TwRing<TW_HA_STAGES> TwStages;
 
+// Rows of a tensor, and the map of it.
+struct TwFrom {
+    const TwTensorMap* map;
+    u32 row;
+};
+
+// Where a loader finds the rows of keys that segments name: in one tensor, all of them from the
+// beginning. Others are in hopper_gates.cuh.
+struct TwOneTensor {
+    const TwTensorMap *k, *v;
+
+    __device__ __forceinline__ void begin() const { tensor_prefetch(k), tensor_prefetch(v); }
+    __device__ __forceinline__ void watch() const {}
+    __device__ __forceinline__ TwFrom keys(const TwTile& t) const { return {k, t.row}; }
+    __device__ __forceinline__ TwFrom values(const TwTile& t) const { return {v, t.row}; }
+};
+
 // ---- The loader: one thread.
 
 // Describes tile `i`, and begins the walk over its keys. Of several heads that are done together
@@ -124,8 +146,8 @@ __device__ __forceinline__ void tw_ha_begin(const TwAttn& a, const TwAttnOrder& 
     p.walk.begin<TW_HA_N>(order.few ? order.other : a.other, own, at - a.left, at + (int)num + a.right, head, 1);
 }
 
-__device__ __forceinline__ void tw_ha_load_tiles(const TwAttn& a, const TwAttnOrder& order, const TwTensorMap* mq, const TwTensorMap* mk,
-                                                 const TwTensorMap* mv) {
+template <class Source>
+__device__ __forceinline__ void tw_ha_load_tiles(const TwAttn& a, const TwAttnOrder& order, const TwTensorMap* mq, Source& source) {
     TwShared& s = tw_shared();
     TwSlots qs;
     TwStages ks, vs;
@@ -133,7 +155,8 @@ __device__ __forceinline__ void tw_ha_load_tiles(const TwAttn& a, const TwAttnOr
     const auto load_values = [&](const TwTile& t, u32 head) {
         vs.wait_empty(s.v_empty);
         mbarrier_arrive_expect_tx(s.v_full + vs.at, TW_HA_V_BYTES);
-        tw_ha_load<TW_HA_DV, TW_HA_N>(tw_smem + TW_HA_AT_V + vs.at * TW_HA_V_BYTES, mv, s.v_full + vs.at, head, t.row, t.num);
+        const TwFrom from = source.values(t);
+        tw_ha_load<TW_HA_DV, TW_HA_N>(tw_smem + TW_HA_AT_V + vs.at * TW_HA_V_BYTES, from.map, s.v_full + vs.at, head, from.row, t.num);
         vs.advance();
     };
     u32 i = blockIdx.x;
@@ -164,7 +187,8 @@ __device__ __forceinline__ void tw_ha_load_tiles(const TwAttn& a, const TwAttnOr
             s.keys[ks.at] = {t.pos, t.num, last};
             if (TW_ATTN_EXTRA) s.globals[ks.at] = t.global;
             mbarrier_arrive_expect_tx(s.k_full + ks.at, TW_HA_K_BYTES);
-            tw_ha_load<TW_HA_D, TW_HA_N>(tw_smem + TW_HA_AT_K + ks.at * TW_HA_K_BYTES, mk, s.k_full + ks.at, head, t.row, t.num);
+            const TwFrom from = source.keys(t);
+            tw_ha_load<TW_HA_D, TW_HA_N>(tw_smem + TW_HA_AT_K + ks.at * TW_HA_K_BYTES, from.map, s.k_full + ks.at, head, from.row, t.num);
             ks.advance();
             if (n > 0) load_values(p.walk.tiles[(n - 1) % 4], head);
             if (last != 0) continue;
@@ -398,10 +422,12 @@ __device__ __forceinline__ void tw_ha_attend(const TwAttn& a, const TwTensorMap*
     if (threadIdx.x % 32 == 0) bulk_wait_group<0>();
 }
 
-__device__ __forceinline__ void tw_ha_forward(const TwAttn& a, const TwAttnOrder& order, const TwTensorMap* q, const TwTensorMap* k,
-                                              const TwTensorMap* v, const TwTensorMap* out) {
+template <class Source>
+__device__ __forceinline__ void tw_ha_forward(const TwAttn& a, const TwAttnOrder& order, const TwTensorMap* q, Source source,
+                                              const TwTensorMap* out) {
     if (threadIdx.x == 0) {
-        tensor_prefetch(q), tensor_prefetch(k), tensor_prefetch(v);
+        tensor_prefetch(q);
+        source.begin();
         if (a.out_type != 2) tensor_prefetch(out);
         TwShared& s = tw_shared();
         for (u32 i = 0; i < 2; i++) mbarrier_init(s.q_full + i, 1), mbarrier_init(s.q_empty + i, TW_HA_WARPS);
@@ -414,7 +440,8 @@ __device__ __forceinline__ void tw_ha_forward(const TwAttn& a, const TwAttnOrder
     __syncthreads();
     if (threadIdx.x / 128 == 2) {
         setmaxnreg_dec<TW_HA_LOAD_REGISTERS>();
-        if (threadIdx.x / 32 == 8 && elect_sync()) tw_ha_load_tiles(a, order, q, k, v);
+        if (threadIdx.x / 32 == 9) source.watch();
+        else if (threadIdx.x / 32 == 8 && elect_sync()) tw_ha_load_tiles(a, order, q, source);
         return;
     }
     setmaxnreg_inc<TW_HA_MULTIPLY_REGISTERS>();

@@ -4,9 +4,11 @@ use crate::Source;
 
 pub mod hopper;
 pub mod hopper_fused;
+pub mod hopper_gates;
 
 use hopper::{HopperGrad, HopperVariant, SM90_ATTENTION, SM90_ATTENTION_BWD};
 use hopper_fused::{HopperFused, SM90_ATTENTION_GRADS};
+use hopper_gates::{HopperGated, SM90_ATTENTION_GATED};
 
 /// Attention of 16-bit types on any GPU from sm_80 on. See [`Variant`] for its definitions.
 pub const SM80_ATTENTION: Source = Source {
@@ -258,10 +260,12 @@ pub fn attention() -> Vec<(Source, Vec<(String, u64)>)> {
     let parts = plain_variants().into_iter().filter(|p| p.output != 2).map(|p| p.parts());
     let hopper = HopperVariant::all().into_iter().map(|v| (SM90_ATTENTION, v.defines()));
     let grads = HopperGrad::all().into_iter().map(|v| (SM90_ATTENTION_BWD, v.defines()));
+    let gated = HopperGated::all().into_iter().map(|v| (SM90_ATTENTION_GATED, v.defines()));
     let fused = HopperFused::all().into_iter().map(|v| (SM90_ATTENTION_GRADS, v.defines()));
     tiles
         .chain(plain.chain(parts).map(|defines| (PLAIN_ATTENTION, defines)))
         .chain(hopper)
+        .chain(gated)
         .chain(grads)
         .chain(fused)
         .chain([(SEQUENCES, Vec::new())])

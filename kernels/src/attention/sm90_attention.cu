@@ -19,5 +19,5 @@
 extern "C" __global__ void __launch_bounds__(TW_HA_THREADS, 1)
 tw_hopper_attn_fwd(const __grid_constant__ TwAttn a, const __grid_constant__ TwAttnOrder order, const __grid_constant__ TwTensorMap q,
                    const __grid_constant__ TwTensorMap k, const __grid_constant__ TwTensorMap v, const __grid_constant__ TwTensorMap out) {
-    tw_ha_forward(a, order, &q, &k, &v, &out);
+    tw_ha_forward(a, order, &q, TwOneTensor{&k, &v}, &out);
 }

@@ -1,9 +1,9 @@
-// Shared by kernels that synchronise with other ranks inside: waits by many warps, work that warps
-// claim, and copies of any alignment.
+// Shared by kernels that synchronise with other ranks inside: work that warps claim, and copies of
+// any alignment.
 
 #pragma once
 
-#include "team.cuh"
+#include "await.cuh"
 #include "../common/last.cuh"
 
 // Called by one block: fills each output with its poison byte, by words where addresses allow.
@@ -13,43 +13,6 @@ __device__ __noinline__ void tw_spoil(const TwPoison& p) {
         const u64 words = p.out[o] % 4 == 0 ? p.len[o] / 4 : 0;
         for (u64 i = threadIdx.x; i < words; i += blockDim.x) ((u32*)p.out[o])[i] = word;
         for (u64 i = 4 * words + threadIdx.x; i < p.len[o]; i += blockDim.x) ((u8*)p.out[o])[i] = (u8)byte;
-    }
-}
-
-// Like tw_poll, for thousands of waiting threads. The host's words are across the bus, which so
-// many polls would saturate, so each thread reads them only every 2 ms. The first thread that finds
-// the team over sets the fault word, which the other threads read.
-__device__ __forceinline__ bool tw_await(const TwTeam& t, const u64* p, TwWait w) {
-    const u64 start = globaltimer();
-    u64 looked = start;
-    for (;;) {
-        for (u32 polls = 0; polls < 64; polls++) {
-            if ((i64)(ld_relaxed_sys_u64(p) - w.expected) < 0) continue;
-            // The acquire orders reads of the data before the word behind it.
-            w.seen = ld_acquire_sys_u64(p);
-            return true;
-        }
-        const u64 now = globaltimer();
-        w.elapsed_ns = now - start;
-        bool over = tw_is_over(t);
-        if (!over && (now - looked > 2000000 || w.elapsed_ns > t.timeout_ns)) {
-            looked = now;
-            over = tw_seen_abort(t, w);
-            if (!over && w.elapsed_ns > t.timeout_ns) {
-                w.reason = TW_TIMEOUT;
-                w.about = w.peer;
-                over = true;
-            }
-        }
-        if (over) {
-            // The last look comes after the reason to end, so a peer that signalled and then ended
-            // is not reported missing.
-            w.seen = ld_acquire_sys_u64(p);
-            if ((i64)(w.seen - w.expected) >= 0) return true;
-            tw_fail(t, w);
-            return false;
-        }
-        if (w.elapsed_ns > 100000) nanosleep(200);
     }
 }
 

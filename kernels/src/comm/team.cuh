@@ -9,6 +9,12 @@
 
 #include "../ptx/ld_st.cuh"
 
+// Of functions that few launches call. A kernel that gives registers from warp to warp has no calls
+// (ptxas ignores setmaxnreg where there are some): it defines this as __forceinline__.
+#ifndef TW_RARE
+#define TW_RARE __noinline__
+#endif
+
 struct TwTeam {
     u64 control;     // base of the control pages
     u64 stride;      // bytes from one page to the next
@@ -46,7 +52,7 @@ __device__ __forceinline__ bool tw_warp_is_over(const TwTeam& t) {
 }
 
 // The first failure of this rank: claims the fault word, writes the report, and aborts the peers.
-__device__ __noinline__ void tw_fail(const TwTeam& t, const TwWait& w) {
+__device__ TW_RARE void tw_fail(const TwTeam& t, const TwWait& w) {
     // A peer's abort word is passed on unchanged, so that all ranks name the rank that failed
     // first.
     u64 code = w.abort;
@@ -61,6 +67,7 @@ __device__ __noinline__ void tw_fail(const TwTeam& t, const TwWait& w) {
     st_relaxed_sys_u64(report + 6, code);
     st_relaxed_sys_u64(report + 7, t.generation);
     st_release_sys_u64(report, 1ull << 63 | (u64)w.op << 8 | w.reason);
+#pragma unroll 1
     for (u32 p = 0; p < t.size; p++)
         if (p != t.me) st_release_sys_u64(tw_word(t, p, t.abort + 8 * t.me), code);
 }
@@ -69,8 +76,9 @@ __device__ __noinline__ void tw_fail(const TwTeam& t, const TwWait& w) {
 __device__ constexpr u64 TW_UNDER_WAY_NS = 1000000000;
 
 // True if the team has a fault, was aborted, or the peer has left; writes the reason to `w`.
-__device__ __noinline__ bool tw_seen_abort(const TwTeam& t, TwWait& w) {
+__device__ TW_RARE bool tw_seen_abort(const TwTeam& t, TwWait& w) {
     if (tw_is_over(t)) return true;
+#pragma unroll 1
     for (u32 p = 0; p < t.size; p++) {
         u64 word = p == t.me ? 0 : ld_acquire_sys_u64(tw_word(t, t.me, t.abort + 8 * p));
         if (word >> 63 && (u32)word == t.generation) {

@@ -11,6 +11,8 @@ mod attention_grad;
 mod attention_hopper;
 mod attention_hopper_fused;
 mod attention_hopper_fused_mutants;
+mod attention_hopper_gates;
+mod attention_hopper_gates_mutants;
 mod attention_hopper_grad;
 mod attention_hopper_grad_mutants;
 mod attention_hopper_mutants;
@@ -108,6 +110,8 @@ fn all_tests() -> Vec<Test> {
         attention_hopper::TESTS,
         attention_hopper_fused::TESTS,
         attention_hopper_fused_mutants::TESTS,
+        attention_hopper_gates::TESTS,
+        attention_hopper_gates_mutants::TESTS,
         attention_hopper_grad::TESTS,
         attention_hopper_grad_mutants::TESTS,
         attention_hopper_mutants::TESTS,
