@@ -37,6 +37,10 @@ const FOUR: &str = "cp_attention/hybrid/zigzag/full+dims+sink,cp_attention/hybri
     cp_attention/all_gather/zigzag/full+dims+sink,\
     cp_attention/all_to_all/zigzag_per_sequence/window+padded+softcap+sink";
 
+/// Attention whose tiles wait for their keys.
+const GATED: &str = "cp_attention/gated/zigzag/causal+gqa/hopper,cp_attention/gated/zigzag/causal+gqa+tiny/hopper,\
+    cp_attention/gated/balanced/window+padded+softcap+sink/hopper";
+
 /// Strategies, and layouts with features of f32: each of these by two of the strategies, each
 /// strategy with four to six of these. All pairs are tried on the host (`conformance.rs`): what a
 /// strategy sends does not depend on what its kernels mask.
@@ -74,12 +78,13 @@ const PAIRS: &str = "pairs of cp_attention";
 /// attention kernels, by type; and sm_80 where it has kernels of its own, which are those of moves
 /// and of `ep`. The types of moves, which differ in the text of their sums, on two and three
 /// devices. Longest first.
-const RUNS: [Run; 13] = [
+const RUNS: [Run; 14] = [
     (FOUR, "4", 4, 90, "bf16", 10),
     (MOVES, "2,3", 3, 90, "", 2 * 51),
     (MOVES, "8", 8, 90, "bf16", 15),
     (PAIRS, "2", 2, 90, "f32", 30),
     ("ep,bulk", "2,3", 3, 90, "", 2 * 27),
+    (GATED, "3", 3, 90, "", 3),
     ("grouped_gemm", "1", 1, 90, "", 17),
     (FUSED, "2", 2, 90, "", 18),
     ("attention", "1", 1, 90, "", 44),
@@ -96,17 +101,18 @@ const RUNS: [Run; 13] = [
 /// between those above; types that the same kernels compute; and what sm_80 computes by the kernels
 /// that sm_90 has, too.
 const MORE_RUNS: [Run; 11] = [
-    ("cp_attention", "4", 4, 90, "", 116),
+    ("cp_attention", "4", 4, 90, "", 126),
     ("ep", "8", 8, 90, "", 25),
     (MOVES, "1,4,5,6,7,8", 8, 90, "", 6 * 51),
-    ("cp_attention", "2", 2, 90, "", 116),
+    ("cp_attention", "2", 2, 90, "", 126),
     ("ep,bulk", "1,4", 4, 90, "", 2 * 27),
     (FUSED, "4", 4, 90, "", 18),
     (MOVES, "1,2,4", 4, 80, "", 3 * 51),
     (MOVES, "4", 2, 90, "", 51),
     ("ep", "2", 2, 80, "", 25),
     (FUSED, "2", 2, 80, "", 18),
-    ("cp_attention", "2", 2, 80, "", 116),
+    // Rows with gates are of 16 bits, and for sm_90a.
+    ("cp_attention", "2", 2, 80, "f32,f8e4m3", 86),
 ];
 
 /// Whether all of it was asked for.

@@ -124,10 +124,9 @@ fn configurations() {
     told_apart("config", base, flips, |c, h, s| {
         AgGemmPlan::new(desc.clone(), h, Some(*c))?.prepare(s)
     });
-    let base = CpConfig::of(Strategy::Get);
+    let base = CpConfig::of(Strategy::AllGather);
     let tiles = AttnConfig { block_q: 32, ..AttnConfig::default() };
-    let mut flips =
-        flips!(CpConfig, base, { strategy: Same = Strategy::Ring, tiles: Same = tiles });
+    let mut flips = flips!(CpConfig, base, { strategy: Same = Strategy::Ring, tiles: Same = tiles, gated: Same = true });
     let tiles = AttnConfig { block_kv: 32, ..AttnConfig::default() };
     flips.push(("tiles.block_kv", Rule::Same, CpConfig { tiles, ..base }));
     let desc = CpAttentionDesc::new(AttentionDesc::new(12, (2, 2), 4, DType::F32, AttnMask::FULL));

@@ -5,7 +5,7 @@ use tilewire::ops::cp_attention::*;
 use tilewire::prelude::*;
 
 use super::attention::{Problem, describe, same_bits, words};
-use super::{Case, Ctx, NCCL};
+use super::{CORE, Case, Ctx, NCCL};
 
 /// Layout, features, dtype. `kv8`: keys and values travel as e4m3; `dkv8`, `dkv5`: partial
 /// gradients as e4m3, e5m2.
@@ -34,6 +34,19 @@ const COMBOS: [(&str, &str, DType); 22] = [
     (BALANCED, "full+packed", DType::F8E4M3),
 ];
 
+/// The same of `all_gather` with gates, by the kernel for sm_90a, and head dimensions.
+const GATED: [(&str, &str, DType, usize); 9] = [
+    ("zigzag", "causal+gqa", DType::BF16, 64),
+    ("contiguous", "causal+mqa+packed+dropout", DType::F16, 64),
+    ("contiguous", "window+padded+softcap", DType::BF16, 128),
+    ("zigzag", "window+packed+bias", DType::F16, 64),
+    ("contiguous", "full+cross+bias1+dropout", DType::BF16, 64),
+    ("zigzag", "causal+masked+sink", DType::F16, 128),
+    (PER_SEQUENCE, "causal+gqa+packed", DType::BF16, 64),
+    (BALANCED, "window+padded+softcap+sink", DType::BF16, 64),
+    (BALANCED, "causal+gqa+packed", DType::F16, 256),
+];
+
 const PER_SEQUENCE: &str = "zigzag_per_sequence";
 const BALANCED: &str = "balanced";
 
@@ -49,6 +62,12 @@ pub(super) fn cases() -> Vec<Case> {
         v.push(Case::new(op, DType::F32, &[("seq", 3), ("d", 4)], run));
     }
     v.push(Case::new("cp_attention/auto/zigzag/causal", DType::F32, &[("seq", 29), ("d", 8)], run));
+    for (layout, words, dtype, d) in GATED {
+        let op = format!("cp_attention/gated/{layout}/{words}{CORE}");
+        v.push(Case::new(op, dtype, &[("seq", 60), ("d", d)], run));
+    }
+    let op = format!("cp_attention/gated/zigzag/causal+gqa+tiny{CORE}");
+    v.push(Case::new(op, DType::BF16, &[("seq", 3), ("d", 64)], run));
     // Where heads are traded rows are packed, and key heads are shared.
     for (strategy, _) in Strategy::NAMES.iter().filter(|s| s.1 != Strategy::Ring) {
         for (layout, words, dtype) in &COMBOS[..3] {
@@ -68,7 +87,8 @@ pub(super) fn cases() -> Vec<Case> {
 fn config(case: &Case) -> Option<CpConfig> {
     let name = case.bare().split('/').nth(1)?;
     let tiles = AttnConfig { block_q: 8, block_kv: 6 };
-    name.parse().ok().map(|strategy| CpConfig { strategy, tiles })
+    let (name, gated) = if case.by_core() { ("all_gather", true) } else { (name, false) };
+    name.parse().ok().map(|strategy| CpConfig { strategy, tiles, gated })
 }
 
 /// Symmetric memory of a case on a heap of `size` ranks.

@@ -17,7 +17,20 @@ pub(crate) fn segments(
     kv: &[Range<usize>],
     seqs: &Sequences,
 ) -> (Vec<TwSeg>, Vec<TwSeg>) {
+    segments_in(q, kv, seqs, |_| 0)
+}
+
+/// The same with the segments of keys of each sequence in the order of `turn` of their local rows,
+/// and ascending in global rows where that is equal: so their sums are made.
+pub(crate) fn segments_in(
+    q: &[Range<usize>],
+    kv: &[Range<usize>],
+    seqs: &Sequences,
+    turn: impl Fn(usize) -> usize,
+) -> (Vec<TwSeg>, Vec<TwSeg>) {
     let (mut qs, mut kvs) = (cut(q, &seqs.q), cut(kv, &seqs.kv));
+    // Sequences ascend in global rows, too. Rows between them meet nobody.
+    kvs.sort_by_key(|(s, seq)| (*seq, turn(s.row as usize), s.global));
     let shift = |s: usize| seqs.kv[s].len() as i32 - seqs.q[s].len() as i32;
     meet(&mut qs, &kvs, shift);
     meet(&mut kvs, &qs, shift);

@@ -373,6 +373,7 @@ mod tests {
             "SM80_GROUPED_GEMM",
             "SM90_ATTENTION",
             "SM90_ATTENTION_BWD",
+            "SM90_ATTENTION_GATED",
             "SM90_ATTENTION_GRADS",
         ];
         assert_eq!(

@@ -95,17 +95,39 @@ pub struct CpConfig {
     pub strategy: Strategy,
     /// Tiles of the arithmetic.
     pub tiles: AttnConfig,
+    /// On devices, of `all_gather` alone: the forward pass is one kernel, which waits for each
+    /// rank's keys where it meets them. It needs sm_90a, heads that the kernel for it has
+    /// ([`AttnBackend::Hopper`](crate::attention::AttnBackend)), at most 32 ranks, and outputs that
+    /// begin at multiples of 16 bytes. The host has one algorithm anyway.
+    #[serde(default)]
+    pub gated: bool,
 }
 
 impl CpConfig {
-    /// Returns the usual tiles.
+    /// Returns the usual tiles, and no gates.
     pub fn of(strategy: Strategy) -> Self {
-        Self { strategy, tiles: AttnConfig::default() }
+        Self { strategy, tiles: AttnConfig::default(), gated: false }
+    }
+
+    /// Checks that the parts belong together, and that the heads can be scattered.
+    ///
+    /// # Errors
+    /// `InvalidArgument` naming what does not fit.
+    pub fn check(&self, d: &CpAttentionDesc, size: usize) -> Result<()> {
+        self.strategy.check(d, size)?;
+        self.tiles.check()?;
+        if self.gated && self.strategy != Strategy::AllGather {
+            return Err(Error::invalid("gates are of keys that their owners push")
+                .expected(Strategy::AllGather)
+                .seen(self.strategy));
+        }
+        Ok(())
     }
 }
 
 impl fmt::Display for CpConfig {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} {}", self.strategy, self.tiles)
+        let gated = if self.gated { " gated" } else { "" };
+        write!(f, "{}{gated} {}", self.strategy, self.tiles)
     }
 }

@@ -13,7 +13,7 @@ use super::config::Strategy;
 use super::desc::CpAttentionDesc;
 use super::schedule::{Schedule, kv_heads, num_rows};
 use crate::attention::Sequences;
-use crate::attention::table::segments;
+use crate::attention::table::{segments, segments_in};
 use tilewire_kernels::abi::TwSeg;
 
 /// Segments of queries and of keys.
@@ -422,6 +422,20 @@ impl Pieces<'_> {
     pub fn all_tables(&self, seqs: &Sequences) -> Tables {
         let all = (0..self.sizes.size).flat_map(|p| self.joined(p));
         segments(&self.sched.member_q.concat(), &all.collect::<Vec<_>>(), seqs)
+    }
+
+    /// Returns the ends of the keys of each rank in dense rows.
+    pub fn ends(&self) -> Vec<usize> {
+        (1..=self.sizes.size).map(|p| self.first_key(p)).collect()
+    }
+
+    /// Returns the tables of [`Pieces::all_tables`] with each sequence's keys in the order in which
+    /// they come: mine, then those of the rank before me, which pushes to me first, and so on.
+    pub fn tables_as_they_come(&self, seqs: &Sequences) -> Tables {
+        let all: Vec<_> = (0..self.sizes.size).flat_map(|p| self.joined(p)).collect();
+        let (ends, me, size) = (self.ends(), self.me.idx(), self.sizes.size);
+        let turn = |row: usize| (me + size - ends.partition_point(|end| *end <= row)) % size;
+        segments_in(&self.sched.member_q.concat(), &all, seqs, turn)
     }
 
     /// Returns the tables of my queries against the keys of the other ranks, in dense rows.

@@ -469,9 +469,12 @@ fn own_and_other_keys_are_all_keys() {
             let mut both = pairs(lists.own_tables(&w.seqs), lists.first_key(r) as u32);
             both.extend(pairs(lists.other_tables(&w.seqs), 0));
             let mut all = pairs(lists.all_tables(&w.seqs), 0);
+            let mut coming = pairs(lists.tables_as_they_come(&w.seqs), 0);
             both.sort_unstable();
             all.sort_unstable();
+            coming.sort_unstable();
             assert_eq!(both, all);
+            assert_eq!(coming, all);
             // Every row of mine is written once by each part.
             for t in [lists.own_tables(&w.seqs), lists.other_tables(&w.seqs)] {
                 let mut rows: Vec<u32> = t.0.iter().flat_map(|s| s.row..s.row + s.len).collect();
@@ -480,6 +483,35 @@ fn own_and_other_keys_are_all_keys() {
             }
         }
     });
+}
+
+/// Checks that a query meets my keys first, then those of the rank whose push to me is its first,
+/// and so on, and that no segment has keys of two ranks.
+#[test]
+fn keys_are_met_in_the_order_in_which_they_come() {
+    let mut met = 0;
+    worlds(|w| {
+        let size = w.sizes.size;
+        for r in (0..size).filter(|_| w.sizes.begins_at_once()) {
+            let lists = w.lists(r);
+            let ends = lists.ends();
+            let owner = |row: u32| ends.iter().position(|end| (row as usize) < *end).unwrap();
+            let (qs, kvs) = lists.tables_as_they_come(&w.seqs);
+            for q in &qs {
+                let mut before = None;
+                for k in &kvs[q.first as usize..q.end as usize] {
+                    assert_eq!(owner(k.row), owner(k.row + k.len - 1));
+                    // Peers are pushed to from the next rank on: I am the n-th of the rank n
+                    // before me.
+                    let turn = ((r + size - owner(k.row)) % size, k.global);
+                    assert!(before < Some(turn), "{before:?}, then {turn:?}");
+                    before = Some(turn);
+                    met += usize::from(turn.0 > 0);
+                }
+            }
+        }
+    });
+    assert!(met > 100, "{met} segments of other ranks");
 }
 
 /// Checks that a rank which attends to its own keys alone sees all that it should.

@@ -58,9 +58,9 @@ impl CpAttentionPlan {
     /// the slowest rank.
     ///
     /// # Errors
-    /// `InvalidArgument` for the description, or heads that the strategy cannot scatter;
-    /// `Exhausted` if the heap is too small; `Unsupported` on a heap in device memory for heads
-    /// above 128 that would be quantised.
+    /// `InvalidArgument` for the description, heads that the strategy cannot scatter, or gates of
+    /// another strategy than `all_gather`; `Exhausted` if the heap is too small; `Unsupported` on a
+    /// heap in device memory for heads above 128 that would be quantised.
     pub fn new(desc: CpAttentionDesc, heap: &Heap, config: Option<CpConfig>) -> Result<Self> {
         Self::with_backend(desc, heap, config, usual(heap))
     }
@@ -79,7 +79,8 @@ impl CpAttentionPlan {
     ///
     /// # Errors
     /// As [`CpAttentionPlan::new`]; `Unsupported` for NCCL on a heap of the host or for a plan that
-    /// it cannot carry out, and for puts between GPUs that do not reach each other.
+    /// it cannot carry out, one with gates among them, and for puts between GPUs that do not reach
+    /// each other.
     pub fn with_backend(
         desc: CpAttentionDesc,
         heap: &Heap,
@@ -95,10 +96,14 @@ impl CpAttentionPlan {
         if at_first(heap, backend) == CollectiveBackend::Nccl {
             let strategy = config.map(|c| c.strategy);
             device::check_nccl(&desc, strategy).map_err(|e| e.op(OP))?;
+            if config.is_some_and(|c| c.gated) {
+                let by = "gates are of keys that are put, and NCCL puts none";
+                return Err(Error::new(ErrorKind::Unsupported, by).op(OP));
+            }
         }
         let used = OnceLock::new();
         if let Some(c) = config {
-            c.strategy.check(&desc, size).and_then(|()| c.tiles.check()).map_err(|e| e.op(OP))?;
+            c.check(&desc, size).map_err(|e| e.op(OP))?;
             used.get_or_init(|| c);
         }
         let [a, b, c, d] = buffer_bytes(&desc, size, config);
@@ -122,8 +127,8 @@ impl CpAttentionPlan {
     ///
     /// # Errors
     /// `Mismatch` if the ranks' plans differ; on devices `Unavailable` without a compiler and
-    /// `Unsupported` for head dimensions above 256; `Unavailable` if NCCL was asked for and a rank
-    /// has none.
+    /// `Unsupported` for head dimensions above 256 and where no kernel has the gates that were
+    /// asked for; `Unavailable` if NCCL was asked for and a rank has none.
     pub fn prepare(&self, stream: &Stream) -> Result<()> {
         self.core.prepare_with(
             stream,
@@ -159,7 +164,7 @@ impl CpAttentionPlan {
         };
         let by_nccl = at_first(self.core.heap(), self.backend) == CollectiveBackend::Nccl;
         let size = self.core.team().size();
-        let made = Prepared::new(lane, &self.desc, (c.strategy, by_nccl), size);
+        let made = Prepared::new(lane, &self.desc, (*c, by_nccl), size);
         made.map(Some).map_err(|e| e.op(OP))
     }
 

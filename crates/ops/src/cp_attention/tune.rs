@@ -5,7 +5,7 @@ use tilewire_core::{DType, Result, Shape};
 use tilewire_device::{Stream, Tensor};
 use tilewire_symm::NcclTeam;
 
-use super::config::Strategy;
+use super::config::CpConfig;
 use super::desc::CpAttentionDesc;
 use super::device::{Prepared, check_nccl};
 use super::launch::Work;
@@ -42,9 +42,9 @@ pub(super) struct Tuner<'a> {
 }
 
 impl Tuner<'_> {
-    /// Makes kernels and workspace for one transport.
-    fn make(&self, strategy: Strategy, by_nccl: bool) -> Result<Prepared> {
-        Prepared::new(self.at.0, self.desc, (strategy, by_nccl), self.core.team().size())
+    /// Makes kernels and workspace for NCCL.
+    fn by_nccl(&self, config: CpConfig) -> Result<Prepared> {
+        Prepared::new(self.at.0, self.desc, (config, true), self.core.team().size())
     }
 
     /// Collective, behind the agreement: connects, and chooses the transport if the caller left it
@@ -54,6 +54,7 @@ impl Tuner<'_> {
         first.connect(core, self.at.1)?;
         let open_choice = self.backend == CollectiveBackend::Fastest
             && !first.by_nccl()
+            && !first.config.gated
             && core.team().size() > 1;
         if !open_choice {
             return Ok(Used { by: first, why: None });
@@ -70,7 +71,7 @@ impl Tuner<'_> {
 
     /// Collective: returns the faster of both transports.
     fn measure(&self, puts: Prepared, nccl: &NcclTeam) -> Result<Used> {
-        let both = || Ok((Scratch::new(self)?, self.make(puts.sizes.strategy, true)?));
+        let both = || Ok((Scratch::new(self)?, self.by_nccl(puts.config)?));
         let team = self.core.team();
         match alloc_for_tuning(team, both())? {
             // Only this rank knows of a failure here, and its peers are about to meet it: it must

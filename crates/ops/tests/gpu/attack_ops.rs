@@ -295,18 +295,15 @@ fn ep_straight_twice(heap: &Heap, s: &Stream) -> Result<Attacked> {
     Ok(Attacked { op, predicted: None })
 }
 
-fn cp_attention(
-    name: &'static str,
-    strategy: Strategy,
-    heap: &Heap,
-    s: &Stream,
-) -> Result<Attacked> {
-    let (size, d) = (heap.team().size(), 8);
-    let desc = AttentionDesc::new(4 * size, (size, size), d, DType::F32, AttnMask::CAUSAL);
-    let a2a_size = if size % 2 == 0 { 2 } else { 1 };
+fn cp_attention(config: CpConfig, heap: &Heap, s: &Stream) -> Result<Attacked> {
+    let size = heap.team().size();
+    // The kernel with gates has no smaller heads.
+    let (d, dtype) = if config.gated { (64, DType::BF16) } else { (8, DType::F32) };
+    let desc = AttentionDesc::new(4 * size, (size, size), d, dtype, AttnMask::CAUSAL);
+    let a2a_size = if size.is_multiple_of(2) { 2 } else { 1 };
     let desc = CpAttentionDesc { a2a_size, ..CpAttentionDesc::new(desc) };
     let t = desc.attn.out;
-    let plan = CpAttentionPlan::new(desc, heap, Some(CpConfig::of(strategy)))?;
+    let plan = CpAttentionPlan::new(desc, heap, Some(config))?;
     plan.prepare(s)?;
     let rows = plan.rows_q(None).iter().map(|r| r.len()).sum();
     let new = || tensor(heap, t, rows, size * d);
@@ -325,7 +322,7 @@ fn cp_attention(
     let of = |i: usize| AttnInputs::new(all[i].clone(), all[i + 1].clone(), all[i + 2].clone());
     let (fwd, bwd, d_out) = (of(0), of(3), all[6].clone());
     let tensors = (all, outs);
-    Ok(simple(name, tensors, Some(predicted), move |s| {
+    Ok(simple("cp_attention", tensors, Some(predicted), move |s| {
         end(s, plan.launch_fwd(s, &fwd, o.clone())?)?;
         let saved = AttnSaved { out: o.out.clone(), lse: lse.clone(), d_out: d_out.clone() };
         let grads = AttnGrads::new(dq.clone(), dk.clone(), dv.clone());
@@ -334,7 +331,7 @@ fn cp_attention(
 }
 
 /// Each with its name.
-pub static OPS: [(&str, MakeAttacked); 36] = [
+pub static OPS: [(&str, MakeAttacked); 37] = [
     ("all_gather", |h, s| collective("all_gather", h, s, (M, N))),
     ("reduce_scatter", |h, s| collective("reduce_scatter", h, s, (M, N))),
     ("all_reduce", |h, s| collective("all_reduce", h, s, (M, N))),
@@ -366,11 +363,14 @@ pub static OPS: [(&str, MakeAttacked); 36] = [
     ("ep rank-major", |h, s| ep("ep", (true, EpLayout::RankMajor { align: 1 }), h, s)),
     ("ep twice", ep_twice),
     ("ep zero copy twice", ep_straight_twice),
-    ("cp_attention all_gather", |h, s| cp_attention("cp_attention", Strategy::AllGather, h, s)),
-    ("cp_attention get", |h, s| cp_attention("cp_attention", Strategy::Get, h, s)),
-    ("cp_attention ring", |h, s| cp_attention("cp_attention", Strategy::Ring, h, s)),
-    ("cp_attention all_to_all", |h, s| cp_attention("cp_attention", Strategy::AllToAll, h, s)),
-    ("cp_attention hybrid", |h, s| cp_attention("cp_attention", Strategy::Hybrid, h, s)),
+    ("cp_attention all_gather", |h, s| cp_attention(CpConfig::of(Strategy::AllGather), h, s)),
+    ("cp_attention gated", |h, s| {
+        cp_attention(CpConfig { gated: true, ..CpConfig::of(Strategy::AllGather) }, h, s)
+    }),
+    ("cp_attention get", |h, s| cp_attention(CpConfig::of(Strategy::Get), h, s)),
+    ("cp_attention ring", |h, s| cp_attention(CpConfig::of(Strategy::Ring), h, s)),
+    ("cp_attention all_to_all", |h, s| cp_attention(CpConfig::of(Strategy::AllToAll), h, s)),
+    ("cp_attention hybrid", |h, s| cp_attention(CpConfig::of(Strategy::Hybrid), h, s)),
 ];
 
 /// Those that `TW_ATTACKED=BEGINNING,...` names by how they begin (all without it).

@@ -4,7 +4,7 @@
 use std::ops::Range;
 use std::sync::PoisonError;
 
-use tilewire_core::{DType, Result, Rng, Shape};
+use tilewire_core::{DType, ErrorKind, Result, Rng, Shape};
 use tilewire_device::{Buffer, Stream, Tensor};
 use tilewire_ops::attention::{
     AttentionDesc, AttnGrads, AttnInputs, AttnMask, AttnOperand, AttnOut, AttnSaved, BiasShape,
@@ -53,6 +53,12 @@ fn shared(size: usize, rows: usize) -> Result<Documents> {
 fn chunks(size: usize, rows: usize) -> Documents {
     let seqs = Sequences::batched(2 * size, rows / 2, rows / 2);
     Documents { layout: Layout::Zigzag, seqs, travels: vec![false; size] }
+}
+
+/// One document on all ranks, each of which sees keys of the ranks before it.
+fn one(size: usize, rows: usize) -> Documents {
+    let seqs = Sequences::one(size * rows, size * rows);
+    Documents { layout: Layout::Zigzag, seqs, travels: vec![true; size] }
 }
 
 fn desc(d: &Documents, (dtype, dim): (DType, usize), extras: bool) -> CpAttentionDesc {
@@ -238,11 +244,11 @@ fn arrive_as_nan(plan: &CpAttentionPlan, t: &Tensors, s: &Stream) -> Result<()> 
 
 /// Both passes, eager and replayed, with the bits of each other and the oracle's values; also to
 /// an output that begins at an odd element. Rows that are not sent are NaN where they would arrive.
-fn computes(d: CpAttentionDesc, strategy: Strategy, (heap, s): (&Heap, &Stream)) -> Result<()> {
-    let what = format!("{strategy:?} {d}, rank {}", heap.team().rank());
+fn computes(d: CpAttentionDesc, config: CpConfig, (heap, s): (&Heap, &Stream)) -> Result<()> {
+    let what = format!("{config} {d}, rank {}", heap.team().rank());
     let case = Case::new(&d.attn);
     poison(heap)?;
-    let plan = CpAttentionPlan::new(d, heap, Some(CpConfig::of(strategy)))?;
+    let plan = CpAttentionPlan::new(d, heap, Some(config))?;
     plan.prepare(s)?;
     let t = Tensors::new(&plan, &case, heap)?;
     arrive_as_nan(&plan, &t, s)?;
@@ -267,6 +273,11 @@ fn computes(d: CpAttentionDesc, strategy: Strategy, (heap, s): (&Heap, &Stream))
         s.synchronize()?;
         heap.team().check()?;
         bits.push((t.out.out.download()?, t.out.lse.download()?));
+    }
+    assert_eq!(plan.explain().to_string().contains("wait for their keys"), config.gated, "{what}");
+    if config.gated {
+        assert!(bits.iter().all(|b| *b == bits[0]), "{what}");
+        return t.check(&what, &case.wants(&plan.desc().attn));
     }
     // Kernels do not store to such an address; the merge does.
     let n = t.out.out.shape().num_elems();
@@ -294,12 +305,41 @@ fn documents_of_one_rank_and_of_several_are_right() {
         for d in &all {
             for (i, kind) in kinds.into_iter().enumerate() {
                 let strategies = [Strategy::AllGather, Strategy::Get, Strategy::Ring];
-                computes(desc(d, kind, i == 1), strategies[i % 3], (&heap, &s))?;
+                let config = CpConfig::of(strategies[i % 3]);
+                computes(desc(d, kind, i == 1), config, (&heap, &s))?;
             }
             for strategy in [Strategy::Get, Strategy::AllGather] {
-                computes(desc(d, (DType::F16, 64), true), strategy, (&heap, &s))?;
+                let config = CpConfig::of(strategy);
+                computes(desc(d, (DType::F16, 64), true), config, (&heap, &s))?;
             }
         }
+        Ok(())
+    })
+    .unwrap();
+}
+
+/// The same by one kernel that waits for keys itself, and what it is not for.
+#[test]
+fn documents_are_right_where_tiles_wait_for_their_keys() {
+    let Some(n) = ranks() else { return };
+    let _turn = DEVICES.lock().unwrap_or_else(PoisonError::into_inner);
+    World::run_threads(n, cfg(), |world| {
+        let (heap, s) = heap(&world, "documents")?;
+        let size = heap.team().size();
+        let gated = CpConfig { gated: true, ..CpConfig::of(Strategy::AllGather) };
+        for d in [shared(size, 24)?, chunks(size, 24), one(size, 140)] {
+            computes(desc(&d, (DType::BF16, 64), false), gated, (&heap, &s))?;
+        }
+        let d = shared(size, 24)?;
+        computes(desc(&d, (DType::F16, 128), true), gated, (&heap, &s))?;
+        for (dtype, dim) in [(DType::F32, 64), (DType::BF16, 40), (DType::F8E4M3, 64)] {
+            let plan = CpAttentionPlan::new(desc(&d, (dtype, dim), false), &heap, Some(gated))?;
+            let e = plan.prepare(&s).unwrap_err();
+            assert_eq!(e.kind(), ErrorKind::Unsupported, "{e}");
+        }
+        let get = CpConfig { strategy: Strategy::Get, ..gated };
+        let bad = CpAttentionPlan::new(desc(&d, (DType::BF16, 64), false), &heap, Some(get));
+        assert_eq!(bad.err().map(|e| e.kind()), Some(ErrorKind::InvalidArgument));
         Ok(())
     })
     .unwrap();

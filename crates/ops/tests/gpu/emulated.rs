@@ -14,11 +14,11 @@ use crate::driver::Driver;
 /// A test, with how many devices, and which operations where it asks. Of those that compute,
 /// products in a ring alone on four, where a rank passes on more than one message: attention does
 /// so in `crates/cli/tests/emulated.rs`.
-const RUNS: [(&str, usize, &str); 26] = [
+const RUNS: [(&str, usize, &str); 28] = [
     ("every_operation_computes", 3, "0-3"),
     ("every_operation_computes", 3, "6-24"),
     ("every_operation_computes", 4, "25-29"),
-    ("every_operation_computes", 3, "36-39"),
+    ("every_operation_computes", 3, "36-40"),
     ("far::refusals_name_the_backend_of_the_heap", 2, ""),
     ("layouts::both_executors_leave_the_same_bytes", 3, ""),
     ("kernels::the_kernel_of_a_team_is_the_callers_choice", 2, ""),
@@ -30,8 +30,10 @@ const RUNS: [(&str, usize, &str); 26] = [
     ("whole::one_product_of_all_rows_has_the_bits_of_the_definition", 2, ""),
     ("whole::one_product_of_all_rows_has_the_bits_of_the_definition", 3, ""),
     ("documents::documents_of_one_rank_and_of_several_are_right", 2, ""),
+    ("documents::documents_are_right_where_tiles_wait_for_their_keys", 3, ""),
     ("replays_with_changed_inputs_equal_eager_launches", 3, "0-4"),
     ("replays_with_changed_inputs_equal_eager_launches", 3, "14-15"),
+    ("replays_with_changed_inputs_equal_eager_launches", 2, "40-40"),
     ("a_rank_that_never_launches_is_named_and_outputs_are_poison", 3, "0-2"),
     ("dropped::dropped_plans_leave_their_memory_to_graphs_and_queued_work", 2, "9-14"),
     ("heaps::memory_of_others_becomes_symmetric", 3, ""),
@@ -46,8 +48,9 @@ const RUNS: [(&str, usize, &str); 26] = [
 /// `cargo xtask test --full`: on more devices; operations that wait, leave or keep memory as others
 /// do; and replays of 40 s whose copy engines and sums are in other operations, too: engines in 4,
 /// and in `engines` of [`ATTACKED`].
-const MORE_RUNS: [(&str, usize, &str); 9] = [
+const MORE_RUNS: [(&str, usize, &str); 10] = [
     ("documents::documents_of_one_rank_and_of_several_are_right", 4, ""),
+    ("documents::documents_are_right_where_tiles_wait_for_their_keys", 2, ""),
     ("dropped::dropped_plans_leave_their_memory_to_graphs_and_queued_work", 2, "0-6"),
     ("dropped::dropped_plans_leave_their_memory_to_graphs_and_queued_work", 2, "15-39"),
     ("processes::a_killed_process_is_named_in_each_way_of_waiting", 3, "3-5"),
@@ -87,8 +90,9 @@ fn operations_of_a_team_run_on_emulated_devices() {
 /// Operations whose protocol is attacked in one process each, and on how many devices: a peer and
 /// no peer between, and four where a rank passes on more than two messages or heads are traded in
 /// groups. Longest first.
-const ATTACKED: [(&str, usize); 11] = [
+const ATTACKED: [(&str, usize); 12] = [
     ("cp_attention hybrid,cp_attention ring", 4),
+    ("cp_attention gated", 3),
     ("ep expert-major", 3),
     ("ep zero copy,ep twice", 2),
     ("ep flat,ep rank-major", 2),

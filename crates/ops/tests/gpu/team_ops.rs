@@ -330,6 +330,15 @@ fn cp_attention_of(
     input: DType,
     change: impl Fn(CpAttentionDesc) -> CpAttentionDesc,
     (strategy, backend): (Strategy, CollectiveBackend),
+    at: (&Heap, &Stream),
+) -> Result<Op> {
+    cp_attention_as(input, change, (CpConfig::of(strategy), backend), at)
+}
+
+fn cp_attention_as(
+    input: DType,
+    change: impl Fn(CpAttentionDesc) -> CpAttentionDesc,
+    (config, backend): (CpConfig, CollectiveBackend),
     (heap, s): (&Heap, &Stream),
 ) -> Result<Op> {
     // As many heads as two, three or four ranks can trade.
@@ -337,7 +346,7 @@ fn cp_attention_of(
     let desc = AttentionDesc::new(M, (heads, heads), d, input, AttnMask::CAUSAL);
     let desc = change(CpAttentionDesc::new(desc));
     let t = desc.attn.out;
-    let plan = CpAttentionPlan::with_backend(desc, heap, Some(CpConfig::of(strategy)), backend)?;
+    let plan = CpAttentionPlan::with_backend(desc, heap, Some(config), backend)?;
     prepared(|| plan.prepare(s))?;
     let rows = plan.rows_q(None);
     let fp8_wires = plan.desc().fp8_kv || plan.desc().dkv_wire.is_fp8();
@@ -376,7 +385,7 @@ fn fp8_wires(d: CpAttentionDesc) -> CpAttentionDesc {
     CpAttentionDesc { fp8_kv: true, dkv_wire: DType::F8E4M3, ..d }
 }
 
-static ALL: [Make; 40] = [
+static ALL: [Make; 41] = [
     |h, s| collective("all_gather", h, s, M),
     |h, s| collective("reduce_scatter", h, s, M),
     |h, s| collective("all_reduce", h, s, M),
@@ -438,6 +447,10 @@ static ALL: [Make; 40] = [
     |h, s| {
         let by = (EpLayout::RankMajor { align: 1 }, CollectiveBackend::Put);
         ep_to(true, by, h, s)
+    },
+    |h, s| {
+        let gated = CpConfig { gated: true, ..CpConfig::of(Strategy::AllGather) };
+        cp_attention_as(DType::BF16, |d| d, (gated, CollectiveBackend::Put), (h, s))
     },
 ];
 

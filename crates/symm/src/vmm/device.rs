@@ -11,8 +11,9 @@ use tilewire_kernels::abi::{TwPoison, TwTeam};
 
 use super::fault::BadInput;
 use super::store::VmmStore;
-use crate::LiveTeam;
+use crate::control::OFF_SIGNALS;
 use crate::heap::Heap;
+use crate::{LiveTeam, SignalSlot};
 
 /// This rank's part of a heap in device memory. Nothing here needs peers' addresses.
 #[derive(Clone)]
@@ -183,5 +184,18 @@ impl DeviceTeam {
     /// `comm/team.cuh`. The memory that it points to lives as long as the heap.
     pub fn param(&self) -> TwTeam {
         self.0.team_param()
+    }
+
+    /// Returns how kernels find the signals of `slot`: its number, by which the counts that this
+    /// rank expects are found, and the address of the count that rank 0 has raised here. The count
+    /// of each rank lies 16 bytes behind that of the rank before it.
+    ///
+    /// # Errors
+    /// `InvalidArgument` if the control page has no such slot.
+    pub fn counts(&self, slot: SignalSlot) -> Result<(u32, u64)> {
+        let (team, store) = (self.0.team(), &self.0.store);
+        let at = OFF_SIGNALS + slot.index() * team.size() * 16;
+        let at = store.control.addr(team.rank(), at, team.size() * 16);
+        Ok((slot.index() as u32, at.map_err(|e| e.of_team(team))?))
     }
 }

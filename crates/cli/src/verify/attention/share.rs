@@ -16,16 +16,25 @@ use super::problem::Want;
 /// deadline.
 const BEAT: Duration = Duration::from_secs(1);
 
+/// Bytes of a piece, of which an exchange takes no more than a megabyte: the bytes of all pieces
+/// precede each.
+const PIECE: usize = 1 << 19;
+
 /// Returns what `want` says on the first rank. Collective.
 ///
 /// # Errors
 /// The fault of the team; `Internal` if the oracle panicked.
 pub fn share(ctx: &Ctx, want: impl FnOnce() -> Want + Send) -> Result<Want> {
     if ctx.team.rank() != Rank::new(0) {
+        let mut bytes = Vec::new();
         loop {
             let all = ctx.team.exchange("oracle", &[])?;
-            if let Some(bytes) = all.first().filter(|b| !b.is_empty()) {
-                return Reader::new(bytes).want();
+            let Some((whole, piece)) = all.first().and_then(|b| b.split_first_chunk()) else {
+                continue;
+            };
+            bytes.extend_from_slice(piece);
+            if bytes.len() as u64 >= u64::from_ne_bytes(*whole) {
+                return Reader::new(&bytes).want();
             }
         }
     }
@@ -38,7 +47,11 @@ pub fn share(ctx: &Ctx, want: impl FnOnce() -> Want + Send) -> Result<Want> {
         loop {
             match take.recv_timeout(BEAT) {
                 Ok(want) => {
-                    ctx.team.exchange("oracle", &bytes_of(&want))?;
+                    let bytes = bytes_of(&want);
+                    let whole = (bytes.len() as u64).to_ne_bytes();
+                    for piece in bytes.chunks(PIECE) {
+                        ctx.team.exchange("oracle", &[&whole, piece].concat())?;
+                    }
                     return Ok(want);
                 }
                 Err(RecvTimeoutError::Timeout) => drop(ctx.team.exchange("oracle", &[])?),

@@ -59,6 +59,20 @@ pub(super) fn together(d: &AttentionDesc, tokens_kv: usize) -> u32 {
     heads.min(d.heads_q).max(1) as u32
 }
 
+/// In which order blocks take tiles; `few`: as for [`Hopper::launch`].
+pub(super) fn order(
+    counter: u64,
+    (d, tokens_kv): (&AttentionDesc, usize),
+    few: Option<[&[TwSeg]; 2]>,
+) -> TwAttnOrder {
+    let (heads, is_few) = (together(d, tokens_kv), u32::from(few.is_some()));
+    let mut order = TwAttnOrder { counter, heads, few: is_few, ..TwAttnOrder::zeroed() };
+    for (to, from) in [&mut order.own, &mut order.other].into_iter().zip(few.unwrap_or([&[]; 2])) {
+        to[..from.len()].copy_from_slice(from);
+    }
+    order
+}
+
 /// The kernel of one description on one device.
 pub(super) struct Hopper {
     ctx: CudaContext,
@@ -124,15 +138,7 @@ impl Hopper {
         few: Option<[&[TwSeg]; 2]>,
     ) -> Result<()> {
         let maps = self.maps(d, p)?;
-        let counter = self.counters.next(stream);
-        let heads = together(d, tokens_kv);
-        let mut order =
-            TwAttnOrder { counter, heads, few: u32::from(few.is_some()), ..TwAttnOrder::zeroed() };
-        for (to, from) in
-            [&mut order.own, &mut order.other].into_iter().zip(few.unwrap_or([&[]; 2]))
-        {
-            to[..from.len()].copy_from_slice(from);
-        }
+        let order = order(self.counters.next(stream), (d, tokens_kv), few);
         let blocks = u64::from(self.num_sms).min(u64::from(p.tiles) * u64::from(p.heads_q));
         let grid = Grid::new(blocks as u32, THREADS).shared(self.variant.shared_bytes());
         let args = maps.iter().fold(LaunchArgs::new().arg(p).arg(&order), LaunchArgs::raw_map);

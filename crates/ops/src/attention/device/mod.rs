@@ -6,6 +6,7 @@ mod fp8;
 mod fused;
 mod hopper;
 mod hopper_fused;
+mod hopper_gates;
 mod hopper_grad;
 mod local;
 mod merge;
@@ -15,6 +16,7 @@ mod space;
 
 pub(crate) use forward::{Needs, units};
 pub(crate) use fp8::{Wide, kernel_desc};
+pub(crate) use hopper_gates::{Gated, Keys};
 pub(crate) use local::Local;
 pub(crate) use merge::{Merge, Parts};
 pub(crate) use queue::{Prepared, inputs, inputs_bwd, param, param_bwd, part};

@@ -256,7 +256,7 @@ impl Prepared {
     }
 
     /// Queues the writing of table `which`.
-    fn write(
+    pub(super) fn write(
         &self,
         stream: &CudaStream,
         which: usize,

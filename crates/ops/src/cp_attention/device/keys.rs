@@ -1,6 +1,6 @@
 //! The transfer of all ranks' keys and values to this rank, on devices.
 
-use tilewire_core::Result;
+use tilewire_core::{Error, Result};
 use tilewire_device::cuda::CudaMemory;
 
 use super::run::DeviceRun;
@@ -70,9 +70,22 @@ impl DeviceRun<'_> {
             let at: Vec<u64> = m.keys.iter().map(CudaMemory::addr).collect();
             return self.wide_keys(&at);
         }
-        let (places, keys) = (s.published().1, s.all_keys() * s.all_kv);
+        self.wide_keys(&self.area()?)
+    }
+
+    /// Returns the addresses of the tensors of all ranks' keys that are pushed here.
+    fn area(&self) -> Result<Vec<u64>> {
+        let (places, keys) = (self.s.published().1, self.s.all_keys() * self.s.all_kv);
         let addr = |(at, bytes): (usize, &usize)| self.own(AREA, at, keys * bytes);
-        let at = places.into_iter().zip(&s.wire).map(addr).collect::<Result<Vec<_>>>()?;
-        self.wide_keys(&at)
+        places.into_iter().zip(&self.s.wire).map(addr).collect()
+    }
+
+    /// Returns the addresses of the keys and values of all ranks, which are pushed here as they
+    /// are.
+    pub(super) fn pushed_keys(&self) -> Result<(u64, u64)> {
+        match self.area()?[..] {
+            [k, v] => Ok((k, v)),
+            _ => Err(Error::internal("keys that travel with scales, at gates")),
+        }
     }
 }

@@ -6,13 +6,13 @@ use tilewire_device::cuda::{CudaContext, CudaMemory};
 
 use super::fp8::Fp8;
 use super::nccl::Exchange;
-use crate::attention::device::{Merge, Needs, Prepared as Attention, kernel_desc};
+use crate::attention::device::{Gated, Merge, Needs, Prepared as Attention, kernel_desc};
 use crate::attention::{AttentionDesc, AttnBackend};
 use crate::common::PlanCore;
-use crate::common::cuda::workspace;
+use crate::common::cuda::{no_kernel, workspace};
 use crate::common::lanes::Lane;
 use crate::common::reduce::Reducer;
-use crate::cp_attention::config::Strategy;
+use crate::cp_attention::config::{CpConfig, Strategy};
 use crate::cp_attention::desc::CpAttentionDesc;
 use crate::cp_attention::pieces::Sizes;
 use crate::cp_attention::schedule::most_segments;
@@ -41,12 +41,11 @@ pub(super) struct Memory {
 }
 
 impl Memory {
-    fn new(ctx: &CudaContext, s: &Sizes, backward: bool) -> Result<Self> {
+    fn new(ctx: &CudaContext, s: &Sizes, (backward, merges): (bool, bool)) -> Result<Self> {
         let some = |there: bool, len: usize| workspace(ctx, if there { len } else { 0 });
         let scatters = s.inner > 1;
         let gets = s.size > 1 && (s.sequential || s.strategy != Strategy::AllGather);
         let (rows, keys) = (s.inner * s.max_q * s.hq, s.all_keys() * s.hkv);
-        let split = s.begins_at_once();
         Ok(Self {
             q: s.q_wire.iter().map(|b| some(scatters, rows * b)).collect::<Result<_>>()?,
             keys: s.wire.iter().map(|b| some(gets, keys * b)).collect::<Result<_>>()?,
@@ -54,8 +53,8 @@ impl Memory {
             lse: some(scatters, rows * 4)?,
             delta: some(scatters && backward, rows * 4)?,
             slots: some(backward && s.adds(), s.num_parts() * s.slot().0)?,
-            outs: some(split, 2 * rows * s.dv * 4)?,
-            lses: some(split, 2 * rows * 4)?,
+            outs: some(merges, 2 * rows * s.dv * 4)?,
+            lses: some(merges, 2 * rows * 4)?,
         })
     }
 
@@ -65,14 +64,32 @@ impl Memory {
     }
 }
 
+/// The kernel whose forward pass waits for keys itself.
+///
+/// # Errors
+/// `Unsupported` if there is none for `d` or `size` ranks.
+fn gated(lane: &Lane, d: &AttentionDesc, size: usize) -> Result<Gated> {
+    let ctx = lane.context();
+    match Gated::lacks(ctx, d, AttnBackend::Hopper, size)? {
+        Some(why) => Err(no_kernel(
+            format!("attention that waits for keys where it meets them ({why})"),
+            "there is one on sm_90a, bf16 or f16; without gates every plan has kernels",
+        )),
+        None => Gated::new(ctx, d, lane.here().num_sms()?),
+    }
+}
+
 /// The kernels and memory that `prepare` makes.
 pub(in crate::cp_attention) struct Prepared {
     pub(super) attention: Attention,
     /// The description that its kernels are compiled for: of f32 where keys travel as FP8.
     pub(super) desc: AttentionDesc,
     pub(super) fp8: Fp8,
+    pub config: CpConfig,
     pub sizes: Sizes,
     pub(super) memory: Memory,
+    /// The kernel of the forward pass that waits for keys itself.
+    pub(super) gated: Option<Gated>,
     /// Adds parts of dk and dv.
     pub(super) sum: Option<Reducer>,
     /// Merges results over parts of the keys.
@@ -84,10 +101,10 @@ impl Prepared {
     pub fn new(
         lane: &Lane,
         d: &CpAttentionDesc,
-        (strategy, nccl): (Strategy, bool),
+        (config, nccl): (CpConfig, bool),
         size: usize,
     ) -> Result<Self> {
-        let (ctx, mut sizes) = (lane.context(), Sizes::new(d, strategy, size));
+        let (ctx, mut sizes) = (lane.context(), Sizes::new(d, config.strategy, size));
         sizes.sequential = nccl;
         let dkv = if sizes.adds() { DType::F32 } else { d.attn.out };
         let split = sizes.begins_at_once();
@@ -100,11 +117,13 @@ impl Prepared {
         let adds = d.backward && sizes.adds();
         let types = [DType::F32, DType::F32, d.attn.out];
         let sum = adds.then(|| Reducer::new(ctx, types)).transpose()?;
-        let merge = split.then(|| Merge::new(ctx, &d.attn)).transpose()?;
-        let memory = Memory::new(ctx, &sizes, d.backward)?;
+        let gated = if config.gated && split { Some(gated(lane, &desc, size)?) } else { None };
+        let merges = split && gated.is_none();
+        let merge = merges.then(|| Merge::new(ctx, &d.attn)).transpose()?;
+        let memory = Memory::new(ctx, &sizes, (d.backward, merges))?;
         let fp8 = Fp8::new(ctx, d, &sizes)?;
         let nccl = nccl.then(|| Exchange::new(ctx, &sizes, d.backward)).transpose()?;
-        Ok(Self { attention, desc, fp8, sizes, memory, sum, merge, nccl })
+        Ok(Self { attention, desc, fp8, config, sizes, memory, gated, sum, merge, nccl })
     }
 
     /// Collective, behind the agreement: NCCL, if rows go through it.
@@ -117,7 +136,8 @@ impl Prepared {
         self.nccl.is_some()
     }
 
-    pub fn explain(&self) -> Option<&str> {
-        self.nccl.as_ref().and_then(Exchange::explain)
+    pub fn explain(&self) -> Option<String> {
+        let by_nccl = self.nccl.as_ref().and_then(Exchange::explain);
+        by_nccl.map(str::to_owned).or_else(|| self.gated.as_ref().map(Gated::name))
     }
 }

@@ -14,14 +14,14 @@ use tilewire_kernels::abi::TwAttn;
 use tilewire_symm::{Signals, StreamTransport, SymBuf};
 
 use super::prepared::Prepared;
-use crate::attention::device::{Parts, inputs, inputs_bwd, param, param_bwd, part};
+use crate::attention::device::{Gated, Keys, Parts, inputs, inputs_bwd, param, param_bwd, part};
 use crate::attention::{AttnGrads, AttnInputs, AttnOut, AttnSaved, LocalRows, Sequences};
 use crate::common::cuda::{hold, together_on};
 use crate::common::lanes::{Lane, Lanes, Poison, Slots};
 use crate::common::reduce::Sum;
 use crate::common::{Bias, LaunchAt, PlanCore};
 use crate::cp_attention::desc::CpAttentionDesc;
-use crate::cp_attention::launch::{CREDIT, MEET_BACK, MEET_KEYS, Work};
+use crate::cp_attention::launch::{CREDIT, KEYS, MEET_BACK, MEET_KEYS, Work};
 use crate::cp_attention::pieces::{GATHER, Piece, Pieces, SCATTER, Sizes};
 use crate::cp_attention::schedule::Schedule;
 use crate::cp_attention::schedules::Made;
@@ -279,6 +279,9 @@ impl DeviceRun<'_> {
             op.p.attention.forward(self.main(), d, &base, tables)?;
             return self.wait_keys();
         }
+        if let Some(gated) = &op.p.gated {
+            return self.forward_gated(&base, gated);
+        }
         let rows = op.rows.q;
         let (outs, lses) = (m.outs.addr(), m.lses.addr());
         let own = part(base, outs, lses);
@@ -296,6 +299,21 @@ impl DeviceRun<'_> {
         let (out, lse, heads) = (base.out, base.lse, s.hq);
         let parts = Parts { parts: outs, lses, num: 2, rows, heads, out, lse };
         merge.launch(self.main(), &parts)
+    }
+
+    /// Computes my queries over the keys of all ranks by one kernel, which waits for each rank's.
+    /// `base` has my own keys.
+    fn forward_gated(&self, base: &TwAttn, gated: &Gated) -> Result<()> {
+        let (op, lists, team) = (self.op, self.pieces(), self.l.team()?);
+        let own = [base.k, base.v];
+        let (k, v) = self.pushed_keys()?;
+        let flags = team.counts(op.signals.slot(KEYS))?;
+        let keys = Keys { own, team: team.param(), flags, ends: lists.ends() };
+        let all = TwAttn { k, v, ..*base };
+        let tables = lists.tables_as_they_come(op.seqs);
+        op.p.attention.forward_gated(self.main(), &op.p.desc, (&all, &keys), tables, gated)?;
+        // Counts the flags. The kernel has waited for them, if it had queries.
+        self.wait_keys()
     }
 
     /// Queues the backward pass with parts of dk and dv first, so that they travel while dq is
