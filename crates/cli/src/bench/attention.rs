@@ -211,11 +211,11 @@ impl Bench<'_> {
     /// Inputs are made where `shared` has none for these rows.
     fn cp_way(
         &self,
-        strategy: Strategy,
+        config: CpConfig,
         backend: CollectiveBackend,
         shared: &mut Option<Shared>,
     ) -> Result<Vec<Row>> {
-        let (desc, config) = (CpAttentionDesc::new(self.attention_desc()), CpConfig::of(strategy));
+        let desc = CpAttentionDesc::new(self.attention_desc());
         let plan = CpAttentionPlan::with_backend(desc, &self.heap, Some(config), backend)?;
         plan.prepare(&self.stream)?;
         let s = &self.stream;
@@ -223,7 +223,8 @@ impl Bench<'_> {
         let bwd =
             |p: &Pass| plan.launch_bwd(s, &p.x, p.saved(), p.grads.clone())?.join(s).map(|_| ());
         let by = if backend == CollectiveBackend::Nccl { "nccl" } else { "put" };
-        let name = format!("cp_attention/{strategy}/{by}");
+        let way = if config.gated { "gated" } else { config.strategy.name() };
+        let name = format!("cp_attention/{way}/{by}");
         let flop = self.attention_flop() / self.team.size() as f64;
         let spans = plan.rows_q(None);
         let shared = match shared {
@@ -236,7 +237,8 @@ impl Bench<'_> {
         Ok(done)
     }
 
-    /// Each strategy by puts and gets and by NCCL. `t_gemm` is the rank's part of local attention
+    /// Each strategy by puts and gets and by NCCL, and `all_gather` with gates where there is a
+    /// kernel with them. `t_gemm` is the rank's part of local attention
     /// over all rows, `t_seq` the fastest through NCCL.
     pub(super) fn cp_rows(&self) -> Result<Vec<Row>> {
         let size = self.team.size();
@@ -248,8 +250,12 @@ impl Bench<'_> {
             if strategy == Strategy::AllToAll && !trades {
                 continue;
             }
-            for backend in [CollectiveBackend::Put, CollectiveBackend::Nccl] {
-                match self.cp_way(strategy, backend, &mut shared) {
+            let plain = CpConfig::of(strategy);
+            let gated = CpConfig { gated: true, ..plain };
+            let gates = strategy == Strategy::AllGather;
+            let ways = [(plain, CollectiveBackend::Put), (plain, CollectiveBackend::Nccl)];
+            for (config, by) in ways.into_iter().chain(gates.then_some((gated, ways[0].1))) {
+                match self.cp_way(config, by, &mut shared) {
                     Err(e) if e.is_unavailable() || e.is_unsupported() => {}
                     r => rows.extend(r?),
                 }
