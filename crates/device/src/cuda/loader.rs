@@ -12,6 +12,16 @@ use super::error::check;
 use super::library::same_file;
 use super::library_search::{Found, How, Places};
 
+/// The names by which the binding opens the driver, in its order. Where another crate of the
+/// program links the driver, the loader has it by the second.
+const NAMES: [&str; 2] = ["libcuda.so", "libcuda.so.1"];
+
+/// Opens the driver by the first of its names that the loader knows.
+fn open() -> Option<Library> {
+    // SAFETY: opening libcuda runs its initialisers, which any CUDA program does.
+    NAMES.into_iter().find_map(|name| unsafe { Library::open(Some(name), RTLD_NOW) }.ok())
+}
+
 /// Checks that the driver is there and finds a device. Looked up once per process.
 ///
 /// # Errors
@@ -38,9 +48,8 @@ pub fn load_driver_from(file: &Path) -> Result<Found> {
     })?;
     // It stays: the binding has it by its name.
     std::mem::forget(library);
-    // SAFETY: as above. The loader gives out what is loaded for the name that a driver has for
-    // itself.
-    if !unsafe { driver::sys::is_culib_present() } {
+    // The loader gives out what is loaded for the name that a driver has for itself.
+    if open().is_none() {
         let text = format!("{} does not call itself libcuda.so.1", file.display());
         return Err(Error::new(ErrorKind::Unavailable, text)
             .op("cuda")
@@ -57,11 +66,7 @@ pub fn load_driver_from(file: &Path) -> Result<Found> {
 
 /// The file that the binding will open: of its names the first that can be.
 fn bound() -> Option<PathBuf> {
-    let open = |name: &String| {
-        // SAFETY: as above.
-        unsafe { Library::open(Some(name), RTLD_NOW) }.ok()
-    };
-    let library = cudarc::get_lib_name_candidates("cuda").iter().find_map(open)?;
+    let library = open()?;
     // SAFETY: a function, of which the address alone is looked at.
     let at = unsafe { library.get::<unsafe extern "C" fn()>(b"cuInit").ok()?.into_raw() };
     let maps = std::fs::read_to_string("/proc/self/maps").ok()?;
@@ -102,8 +107,7 @@ fn two_copies(other: &Path, file: &Path) -> Error {
 
 fn load_driver() -> Result<()> {
     // The binding panics when it finds no library, so nothing may call it before this look.
-    // SAFETY: opening libcuda runs its initialisers, which any CUDA program does.
-    if !unsafe { driver::sys::is_culib_present() } {
+    if open().is_none() {
         return Err(Error::new(
             ErrorKind::Unavailable,
             "the CUDA driver is not there: the loader knows no libcuda.so.1",
