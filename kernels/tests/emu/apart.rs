@@ -9,7 +9,6 @@
 use std::cell::Cell;
 use std::collections::{BTreeMap, BTreeSet};
 use std::env;
-use std::fmt::Write as _;
 use std::io::Read;
 use std::os::unix::process::ExitStatusExt;
 use std::process::{Child, Command, Stdio};
@@ -21,7 +20,9 @@ use std::time::{Duration, Instant};
 const MUTANT: &str = "TW_EMU_MUTANT";
 /// Kernels that the scenario has asked for in other children: `unit kernel`, one to a line.
 const ASKED: &str = "TW_EMU_ASKED";
-/// What a child ends its first line with, once the broken text was compiled.
+/// What lines of a child begin with that are for its parent.
+const MARK: &str = "mutant: ";
+/// What a child says once the broken text was compiled.
 const LOADED: &str = "loaded";
 /// No mutant takes longer: a run ends at its own deadline, after three minutes.
 const LIMIT: Duration = Duration::from_secs(400);
@@ -88,20 +89,22 @@ fn learn(scenario: &str, lines: &str) {
 /// Tries the mutant of this process by `kill`, reports, and ends the process.
 pub fn report(scenario: &str, kill: impl FnOnce(&mut dyn FnMut()) -> Verdict) -> ! {
     learn(scenario, &env::var(ASKED).unwrap_or_default());
-    let verdict = kill(&mut || say(LOADED));
+    let verdict = kill(&mut || say(LOADED, ""));
+    lines(scenario).lines().for_each(|asked| say("asked", asked));
     let (word, text) = match &verdict {
         Ok(how) => ("killed", how),
         Err(why) => ("not", why),
     };
-    let text: String = text.chars().take(4000).collect();
-    say(&format!("{word}\n{}\n{text}", lines(scenario)));
+    // One line.
+    let text: String = text.chars().take(4000).collect::<String>().replace('\n', " | ");
+    say(word, &text);
     // Nothing that the mutant may have overwritten is dropped.
     std::process::exit(0);
 }
 
 #[expect(clippy::print_stdout, reason = "the parent reads it")]
-fn say(text: &str) {
-    println!("{text}");
+fn say(word: &str, text: &str) {
+    println!("{MARK}{word} {text}");
 }
 
 /// Tries mutant `which` in a process of its own.
@@ -120,19 +123,21 @@ pub fn tried(which: Which<'_>, scenario: &str) -> Verdict {
         .map_err(|e| format!("NO PROCESS: {e}"))?;
     let said = ended(&mut child)?;
     let status = child.wait().map_err(|e| format!("NO STATUS: {e}"))?;
-    let (loaded, said) = match said.split_once('\n') {
-        Some((LOADED, rest)) => (true, rest),
-        _ => (false, &*said),
-    };
-    if let (Some(signal), true) = (status.signal(), loaded) {
-        return Ok(format!("{:>5.2} s ends by signal {signal}", begun.elapsed().as_secs_f64()));
+    let mut loaded = false;
+    // What it says before it ends counts, whatever ends it.
+    for line in said.lines().filter_map(|l| l.strip_prefix(MARK)) {
+        match line.split_once(' ') {
+            Some((LOADED, _)) => loaded = true,
+            Some(("asked", kernel)) => learn(scenario, kernel),
+            Some(("killed", how)) => return Ok(how.to_owned()),
+            Some(("not", why)) => return Err(why.to_owned()),
+            _ => return Err(format!("NO VERDICT: {line}")),
+        }
     }
-    match said.split_once('\n') {
-        Some((word @ ("killed" | "not"), rest)) if status.success() => {
-            let (asked, text) = rest.split_once("\n\n").unwrap_or(("", rest));
-            learn(scenario, asked);
-            let text = text.trim().to_owned();
-            if word == "killed" { Ok(text) } else { Err(text) }
+    match status.signal() {
+        // Signals of its own, not of whoever ends processes.
+        Some(signal @ (4 | 6 | 7 | 8 | 11)) if loaded => {
+            Ok(format!("{:>5.2} s ends by signal {signal}", begun.elapsed().as_secs_f64()))
         }
         _ => Err(format!("NO VERDICT: {status}, {said}")),
     }
@@ -154,9 +159,5 @@ fn ended(child: &mut Child) -> Result<String, String> {
         }
         thread::sleep(Duration::from_millis(2));
     }
-    let mut said = reader.join().expect("a reader").map_err(|e| format!("NOT READ: {e}"))?;
-    if said.is_empty() {
-        write!(said, "without a word").expect("memory");
-    }
-    Ok(said)
+    reader.join().expect("a reader").map_err(|e| format!("NOT READ: {e}"))
 }

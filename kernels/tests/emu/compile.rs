@@ -8,6 +8,8 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
+use crate::apart;
+
 const COMPILER: &str = "g++";
 const ABI: &str = include_str!("../../emu/abi.h");
 const PRELUDE: &str = include_str!("../../emu/emu.h");
@@ -49,7 +51,8 @@ pub fn dir() -> PathBuf {
     let own = || {
         Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("emu-{}", std::process::id())).into()
     };
-    env::var_os(DIR).unwrap_or_else(own).into()
+    // A folder of the parent's is of its children alone: a parent removes its folder.
+    env::var_os(DIR).filter(|_| apart::is_child()).unwrap_or_else(own).into()
 }
 
 /// Removes what was compiled. What is loaded stays usable.
