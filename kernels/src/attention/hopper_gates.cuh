@@ -54,7 +54,7 @@ __device__ __forceinline__ TwWatch& tw_watch() {
 struct TwGatedKeys {
     const TwGates& g;
     const TwTensorMap *k, *v, *own_k, *own_v;
-    u32 from, to;  // rows behind the gate that was passed last
+    u32 passed;  // gates, a bit each
 
     __device__ __forceinline__ void begin() const {
         tensor_prefetch(k), tensor_prefetch(v), tensor_prefetch(own_k), tensor_prefetch(own_v);
@@ -73,8 +73,8 @@ struct TwGatedKeys {
         TwGate& gate = tw_watch().gates[r];
         const u64 start = globaltimer();
         gate.looks = {start, start}, gate.left_ns = 0;
-        // All lanes loop as long as one has a gate to open: a lane that were through by itself
-        // might wait for the others before it opens its own.
+        // All lanes loop as long as one has a gate to open. If a lane left the loop alone, it might
+        // wait behind it for the others before it opens its own gate.
         for (u32 polls = 1; __any_sync(0xffffffffu, closed); polls++) {
             bool opens = closed && (i64)(ld_relaxed_sys_u64(flag) - expected) >= 0;
             // The acquire orders the loads behind the gate.
@@ -97,7 +97,7 @@ struct TwGatedKeys {
         // A tile of no keys has no row either.
         if (t.num == 0) return {own_k, 0};
         if (is_own(t.row)) return {own_k, t.row - g.own};
-        if (t.row - from >= to - from) pass(t.row);
+        pass(t.row);
         return {k, t.row};
     }
 
@@ -107,13 +107,15 @@ struct TwGatedKeys {
         return {v, t.row};
     }
 
-    // Waits for the rank that has `row`.
+    // Waits for the rank that has `row`. A fence is for all loads behind it, and takes as long as
+    // a load: one for each rank.
     __device__ __forceinline__ void pass(u32 row) {
         u32 r = 0;
         while (row >= g.end[r]) r++;
+        if (passed >> r & 1) return;
         while (!mbarrier_try_wait_parity(&tw_watch().gates[r].bar, 0)) {
         }
         fence_proxy_async();
-        from = r == 0 ? 0 : g.end[r - 1], to = g.end[r];
+        passed |= 1u << r;
     }
 };

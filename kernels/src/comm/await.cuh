@@ -12,9 +12,10 @@ struct TwLooks {
 // How a wait goes on.
 enum TwWaits { TW_GOES_ON, TW_REACHED, TW_FAILED };
 
-// For thousands of waiting threads, each once in 64 polls of `p`. The host's words are across the
-// bus, which so many polls would saturate, so each thread reads them only every 2 ms. The first
-// thread that finds the team over sets the fault word, which the other threads read.
+// Looks for a reason to end a wait for `p`. Thousands of threads wait, and each calls this once in
+// 64 polls. The host's words are across the bus, which so many polls would saturate, so each thread
+// reads them only every 2 ms. The first thread that finds the team over sets the fault word, which
+// the other threads read.
 __device__ __forceinline__ TwWaits tw_look(const TwTeam& t, const u64* p, TwWait& w, TwLooks& l) {
     const u64 now = globaltimer();
     w.elapsed_ns = now - l.start;

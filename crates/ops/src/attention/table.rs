@@ -11,7 +11,8 @@ use tilewire_kernels::abi::TwSeg;
 pub(crate) const GAP: i32 = i32::MIN;
 
 /// Segments of queries and of keys: local rows are the global rows `q` (one span after the other)
-/// and `kv`. Ascending in global rows: sums do not depend on the order of spans.
+/// and `kv`. Queries, and keys of sequences, ascend in global rows: sums do not depend on the order
+/// of spans. Keys of no sequence come last.
 pub(crate) fn segments(
     q: &[Range<usize>],
     kv: &[Range<usize>],
@@ -21,7 +22,7 @@ pub(crate) fn segments(
 }
 
 /// The same with the segments of keys of each sequence in the order of `turn` of their local rows,
-/// and ascending in global rows where that is equal: so their sums are made.
+/// and ascending in global rows where that is equal. Sums are made in this order.
 pub(crate) fn segments_in(
     q: &[Range<usize>],
     kv: &[Range<usize>],
