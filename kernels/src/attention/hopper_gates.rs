@@ -15,40 +15,52 @@ pub const SM90_ATTENTION_GATED: Source = Source {
 pub const GATES: usize = 32;
 /// Gates and the team, in bytes.
 const WATCH_BYTES: u32 = 1152;
-/// Keys of a tile of heads of 64 with extras: with more of them, registers spill here.
-const KEYS_OF_64_WITH_EXTRAS: usize = 128;
+/// Rows at whose multiples chunks are cut, so that tiles are the same on any number of ranks: tiles
+/// of queries, and keys of a whole number of tiles.
+pub const WHOLE: usize = 128;
 
 /// A variant of [`SM90_ATTENTION_GATED`].
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct HopperGated(
+pub struct HopperGated {
     /// The variant without gates.
-    pub HopperVariant,
-);
+    pub base: HopperVariant,
+    /// The keys of a tile divide [`WHOLE`].
+    pub whole: bool,
+}
 
 impl HopperGated {
     /// Every variant that a plan may load.
     pub fn all() -> Vec<HopperGated> {
-        HopperVariant::all().into_iter().map(HopperGated).collect()
+        let of = |base| [false, true].map(|whole| HopperGated { base, whole });
+        let mut all: Vec<_> = HopperVariant::all().into_iter().flat_map(of).collect();
+        // Some are the same.
+        all.dedup_by_key(|v| v.defines());
+        all
     }
 
     /// Keys of a tile.
     pub fn keys(&self) -> usize {
-        match (self.0.dqk, self.0.extra) {
-            (64, true) => KEYS_OF_64_WITH_EXTRAS,
-            _ => self.0.keys(),
+        match (self.base.dqk, self.base.extra, self.whole) {
+            (256, _, true) => 32,
+            (192, _, true) => 64,
+            (128, _, true) => WHOLE,
+            // With more of them, registers spill here.
+            (64, true, _) | (64, _, true) => WHOLE,
+            _ => self.base.keys(),
         }
     }
 
     /// Dynamic shared memory in bytes: two tiles of queries, stages of keys and values, barriers,
     /// gates.
     pub fn shared_bytes(&self) -> u32 {
-        let fewer = self.0.stages() * (self.0.keys() - self.keys()) * (self.0.dqk + self.0.dv) * 2;
-        self.0.shared_bytes() - fewer as u32 + WATCH_BYTES
+        let b = &self.base;
+        let fewer = b.stages() * (b.keys() - self.keys()) * (b.dqk + b.dv) * 2;
+        b.shared_bytes() - fewer as u32 + WATCH_BYTES
     }
 
     /// Definitions for the compiler.
     pub fn defines(&self) -> Vec<(String, u64)> {
-        let mut all = self.0.defines();
+        let mut all = self.base.defines();
         let keys = all.iter_mut().find(|(name, _)| name == "TW_HA_N");
         keys.expect("a tile has keys").1 = self.keys() as u64;
         all
@@ -63,6 +75,8 @@ mod tests {
     fn variants_fit_into_shared_memory() {
         for v in HopperGated::all() {
             assert!(v.shared_bytes() <= 232_448, "{v:?}: {}", v.shared_bytes());
+            assert!(!v.whole || WHOLE.is_multiple_of(v.keys()), "{v:?}");
         }
+        assert_eq!(HopperGated::all().len(), 16 + 12);
     }
 }

@@ -30,6 +30,7 @@ pub const TESTS: &[Test] = tests![
     gated_attention_heads_and_extras,
     gated_attention_without_rows,
     gated_attention_bits_do_not_depend_on_arrivals,
+    gated_attention_bits_do_not_depend_on_ranks,
     gated_attention_ends_by_every_fault,
 ];
 
@@ -50,8 +51,9 @@ static SIGNALS: LazyLock<&'static Lib> = LazyLock::new(|| team::load(SIGNAL.emu_
 
 pub fn lib(v: HopperVariant) -> &'static Lib {
     let mut libs = LIBS.lock().unwrap();
-    libs.entry(format!("{v:?}"))
-        .or_insert_with(|| load(SM90_ATTENTION_GATED.emu_text(), &HopperGated(v)))
+    libs.entry(format!("{v:?}")).or_insert_with(|| {
+        load(SM90_ATTENTION_GATED.emu_text(), &HopperGated { base: v, whole: false })
+    })
 }
 
 /// The slot of the flags.
@@ -73,6 +75,8 @@ pub struct Gated {
     pub tick_ns: u64,
     /// Tables name the ranks from mine up, not down.
     pub up: bool,
+    /// Tables name keys in their global order, and tiles of them divide 128.
+    pub whole: bool,
 }
 
 impl Gated {
@@ -80,7 +84,16 @@ impl Gated {
     pub fn new(case: Case, ranks: &[Vec<Range<usize>>], me: usize) -> Self {
         let kv = ranks.iter().map(Vec::len).collect();
         let case = Case { kv: ranks.concat(), ..case };
-        Self { case, kv, me, before: BEFORE, silent: Vec::new(), tick_ns: 10, up: false }
+        Self {
+            case,
+            kv,
+            me,
+            before: BEFORE,
+            silent: Vec::new(),
+            tick_ns: 10,
+            up: false,
+            whole: false,
+        }
     }
 
     /// The first row of each rank among all keys, and the end.
@@ -105,7 +118,8 @@ impl Gated {
         other.sort_by_key(|(s, seq)| {
             let rank = first.partition_point(|f| *f <= s.row as usize) - 1;
             let down = (self.me + size - rank) % size;
-            (*seq, if self.up { (size - down) % size } else { down }, s.global)
+            let turn = if self.up { (size - down) % size } else { down };
+            (*seq, if self.whole { 0 } else { turn }, s.global)
         });
         let mut own = own;
         for (s, (_, seq)) in own.iter_mut().zip(self.case.segs(true)) {
@@ -155,10 +169,10 @@ fn build(lib: &'static Lib, v: &HopperGated) -> Build {
     let fwd = Tile { m: TILE_M as u64, n: v.keys() as u64, warps: 12 };
     Build {
         lib: Some(lib),
-        input: if v.0.f16 { Type::F16 } else { Type::Bf16 },
+        input: if v.base.f16 { Type::F16 } else { Type::Bf16 },
         plain: false,
-        dqk: v.0.dqk,
-        dv: v.0.dv,
+        dqk: v.base.dqk,
+        dv: v.base.dv,
         tiles: Tiles { fwd, dq: fwd, dkv: fwd, split: false, pairs: false },
     }
 }
@@ -179,7 +193,7 @@ pub fn run(
     (how, seed): (How, u64),
     at_start: impl FnOnce(&Team),
 ) -> Left {
-    let (v, c) = (HopperGated(v), &g.case);
+    let (v, c) = (HopperGated { base: v, whole: g.whole }, &g.case);
     let on = build(lib, &v);
     let (hq, hkv) = c.heads;
     let [q, k, v_values] = c.inputs(&on);
@@ -293,7 +307,8 @@ pub fn run(
 /// Runs `g` and compares every element; the bytes of the output.
 pub fn check_on(lib: &'static Lib, g: &Gated, v: HopperVariant, how: How, seed: u64) -> Vec<u8> {
     let left = run(lib, g, v, (how, seed), |_| ());
-    g.case.compare(&build(lib, &HopperGated(v)), &left.out, &left.lse);
+    let v = HopperGated { base: v, whole: g.whole };
+    g.case.compare(&build(lib, &v), &left.out, &left.lse);
     assert_eq!((left.team.fault(g.me), left.team.report(g.me)), (0, None), "{g:?}");
     left.out
 }
@@ -391,6 +406,52 @@ fn gated_attention_bits_do_not_depend_on_arrivals() {
     let g = causal(700, 4, 1);
     let all: Vec<_> = (0..4).map(|seed| check(&g, D64, seed)).collect();
     assert!(all.iter().all(|o| *o == all[0]), "bits of the output");
+}
+
+/// Where chunks are whole tiles, and keys are met in their global order, each row has the same bits
+/// on any number of ranks.
+fn gated_attention_bits_do_not_depend_on_ranks() {
+    let wide = HopperVariant { dqk: 192, ..D128 };
+    for (i, (ends, base, whole)) in [
+        (vec![1024], D64, true),
+        (vec![512, 768, 1024], D64, true),
+        (vec![1024], wide, true),
+        // Tiles that are cut elsewhere show.
+        (vec![515, 1024], D64, false),
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        let lib = load(SM90_ATTENTION_GATED.emu_text(), &HopperGated { base, whole: true });
+        let starts = [0].into_iter().chain(ends.iter().copied());
+        let seqs = starts.zip(&ends).map(|(start, end)| (start..*end, start..*end)).collect();
+        let all = Case { heads: (2, 1), scale: 9.0, seqs, ..case(1024, 1024) };
+        let on = |size: usize| by_rows(lib, &all, base, (size, i as u64));
+        let [one, two, four] = [1, 2, 4].map(on);
+        assert_eq!(one == two && two == four, whole, "{ends:?}: bits of the output");
+    }
+}
+
+/// The output of each row of `all`, causal, by the zigzag on so many ranks.
+fn by_rows(
+    lib: &'static Lib,
+    all: &Case,
+    base: HopperVariant,
+    (size, seed): (usize, u64),
+) -> Vec<Vec<u8>> {
+    let n = all.q[0].len();
+    let (ranks, mut rows) = (zigzag(n, size), vec![Vec::new(); n]);
+    for (me, spans) in ranks.iter().enumerate() {
+        let case = Case { q: spans.clone(), ..all.clone() }.causal();
+        let g = Gated { whole: true, ..Gated::new(case, &ranks, me) };
+        let how = How { blocks: 2, heads: 1, counted: true };
+        let out = check_on(lib, &g, base, how, seed + me as u64);
+        let row = out.len() / spans.iter().map(Range::len).sum::<usize>();
+        for (at, bytes) in spans.iter().cloned().flatten().zip(out.chunks(row)) {
+            rows[at] = bytes.to_vec();
+        }
+    }
+    rows
 }
 
 /// Keys that do not come: the wait ends by the deadline, by the abort of a peer and of the host,

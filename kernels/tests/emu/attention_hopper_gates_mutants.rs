@@ -52,7 +52,7 @@ fn gated_attention_scenarios() {
 }
 
 fn base(text: String) -> &'static Lib {
-    load(text, &HopperGated(D64))
+    load(text, &HopperGated { base: D64, whole: false })
 }
 
 fn gated_attention_mutants() {

@@ -88,7 +88,7 @@ fn config(case: &Case) -> Option<CpConfig> {
     let name = case.bare().split('/').nth(1)?;
     let tiles = AttnConfig { block_q: 8, block_kv: 6 };
     let (name, gated) = if case.by_core() { ("all_gather", true) } else { (name, false) };
-    name.parse().ok().map(|strategy| CpConfig { strategy, tiles, gated })
+    name.parse().ok().map(|strategy| CpConfig { strategy, tiles, gated, order: KeyOrder::Arrival })
 }
 
 /// Symmetric memory of a case on a heap of `size` ranks.

@@ -88,6 +88,20 @@ impl FromStr for Strategy {
     }
 }
 
+/// The order in which the forward pass takes keys into its sums.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum KeyOrder {
+    /// A rank's own keys first, then the others as they come.
+    #[default]
+    Arrival,
+    /// Ascending in the global rows, by tiles that begin at multiples of 128 rows of a sequence:
+    /// out and lse have the same bits on any number of ranks, one among them. Each rank's rows of
+    /// each sequence must begin there, too, and the mask must show whole sequences or all keys up
+    /// to the query. Gradients are not made in that order.
+    Canonical,
+}
+
 /// The configuration of a context-parallel attention. Pure data; equal on all ranks.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Hash, Serialize, Deserialize)]
 pub struct CpConfig {
@@ -101,12 +115,15 @@ pub struct CpConfig {
     /// begin at multiples of 16 bytes. The host has one algorithm anyway.
     #[serde(default)]
     pub gated: bool,
+    /// Another order than that of arrival needs gates.
+    #[serde(default)]
+    pub order: KeyOrder,
 }
 
 impl CpConfig {
     /// Returns the usual tiles, and no gates.
     pub fn of(strategy: Strategy) -> Self {
-        Self { strategy, tiles: AttnConfig::default(), gated: false }
+        Self { strategy, tiles: AttnConfig::default(), gated: false, order: KeyOrder::Arrival }
     }
 
     /// Checks that the parts belong together, and that the heads can be scattered.
@@ -121,13 +138,21 @@ impl CpConfig {
                 .expected(Strategy::AllGather)
                 .seen(self.strategy));
         }
+        if self.order == KeyOrder::Canonical && !self.gated {
+            return Err(Error::invalid("keys in the canonical order need gates")
+                .hint("set `gated`, and the strategy all_gather"));
+        }
         Ok(())
     }
 }
 
 impl fmt::Display for CpConfig {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let gated = if self.gated { " gated" } else { "" };
+        let gated = match (self.gated, self.order) {
+            (false, _) => "",
+            (true, KeyOrder::Arrival) => " gated",
+            (true, KeyOrder::Canonical) => " gated canonical",
+        };
         write!(f, "{}{gated} {}", self.strategy, self.tiles)
     }
 }

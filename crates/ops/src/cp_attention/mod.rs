@@ -61,7 +61,7 @@ mod tune;
 mod unsent_tests;
 mod work;
 
-pub use config::{CpConfig, Strategy};
+pub use config::{CpConfig, KeyOrder, Strategy};
 pub use desc::{CpAttentionDesc, Layout};
 pub use explain::{CpCandidate, CpExplain};
 pub use forecast::CpShare;

@@ -7,14 +7,14 @@ use tilewire_core::{Error, ErrorKind, Result};
 use tilewire_device::{Pending, Stream};
 use tilewire_symm::{Heap, Signals, SymBuf, Traffic};
 
-use super::config::CpConfig;
+use super::config::{CpConfig, KeyOrder};
 use super::desc::CpAttentionDesc;
 use super::device::{self, Prepared};
 use super::explain::{CpExplain, buffer_bytes, explain};
 use super::host::HostRun;
 use super::launch::{NUM_SLOTS, Pass, Work};
 use super::pieces::{Pieces, Sizes};
-use super::schedule::{Schedule, num_rows};
+use super::schedule::{Schedule, cuts_tiles, num_rows};
 use super::schedules::Schedules;
 use super::tune::{Tuner, Used};
 use crate::attention::{
@@ -26,6 +26,9 @@ use crate::common::lanes::Lane;
 use crate::common::{Handoff, LaunchAt, Machine, PlanCore, fastest, only_meets};
 
 const OP: &str = "cp_attention";
+
+/// Rows of a tile in the canonical order: those of `tilewire_kernels::attention::hopper_gates`.
+const WHOLE: usize = tilewire_kernels::attention::hopper_gates::WHOLE;
 
 fn not_prepared() -> Error {
     Error::new(ErrorKind::NotPrepared, "the plan is not prepared")
@@ -104,6 +107,10 @@ impl CpAttentionPlan {
         let used = OnceLock::new();
         if let Some(c) = config {
             c.check(&desc, size).map_err(|e| e.op(OP))?;
+            if c.order == KeyOrder::Canonical && !is_on_device(heap) {
+                let text = "the host takes a rank's own keys first, in no canonical order";
+                return Err(Error::new(ErrorKind::Unsupported, text).op(OP));
+            }
             used.get_or_init(|| c);
         }
         let [a, b, c, d] = buffer_bytes(&desc, size, config);
@@ -232,7 +239,8 @@ impl CpAttentionPlan {
     /// Queues the forward pass on this rank's rows.
     ///
     /// # Errors
-    /// `NotPrepared`, `InvalidArgument` for tensors that do not fit, the fault of the team.
+    /// `NotPrepared`, `InvalidArgument` for tensors that do not fit, with gates also for those that
+    /// do not begin at multiples of 16 bytes; the fault of the team.
     pub fn launch_fwd(
         &self,
         stream: &Stream,
@@ -241,6 +249,9 @@ impl CpAttentionPlan {
     ) -> Result<Pending<AttnOut>> {
         let (seqs, rows) = self.check(inputs).map_err(|e| e.op(OP))?;
         out.check(&self.desc.attn, rows, inputs).map_err(|e| e.op(OP))?;
+        if let Some(used) = self.cuda.get() {
+            device::check_aligned(&used.by, inputs, &out).map_err(|e| e.op(OP))?;
+        }
         stream.in_launch(|| {
             let seq = self.launch(stream, (inputs, seqs, rows), Work::Forward(out.clone()))?;
             self.core.pending(out, LaunchAt { stream, seq })
@@ -274,6 +285,20 @@ impl CpAttentionPlan {
         LocalRows { q: num_rows(&self.rows_q(Some(s))), kv: num_rows(&self.rows_kv(Some(s))) }
     }
 
+    /// Checks, alike on all ranks, that tiles are whole where their order is canonical.
+    fn check_tiles(&self, s: &Sequences) -> Result<()> {
+        if self.config()?.order != KeyOrder::Canonical {
+            return Ok(());
+        }
+        match cuts_tiles(&self.desc, s, self.core.team().size(), WHOLE) {
+            Some(why) => {
+                Err(Error::invalid(format!("the canonical order needs whole tiles: {why}"))
+                    .hint("pad sequences, so that every chunk has a multiple of 128 rows"))
+            }
+            None => Ok(()),
+        }
+    }
+
     /// Returns the sequences of a launch and my rows.
     fn check(&self, x: &AttnInputs) -> Result<(Sequences, LocalRows)> {
         if x.offsets.is_some() {
@@ -281,7 +306,13 @@ impl CpAttentionPlan {
         }
         let s = x.sequences.clone().unwrap_or_else(|| self.desc.attn.sequences.clone());
         self.desc.check_launch(&s, self.core.team().size())?;
-        let rows = self.schedules.rows(&s).unwrap_or_else(|| self.local_rows(&s));
+        let rows = match self.schedules.rows(&s) {
+            Some(rows) => rows,
+            None => {
+                self.check_tiles(&s)?;
+                self.local_rows(&s)
+            }
+        };
         x.check(&self.desc.attn, rows)?;
         Ok((s, rows))
     }

@@ -137,6 +137,31 @@ fn needed(queries: &Queries<'_>, spans: &[Range<usize>], sequences: &[Range<usiz
     needed
 }
 
+/// Returns why tiles of `tile` rows are not the same on any number of ranks; none if they are: each
+/// rank's rows of a sequence begin at a multiple of that, and no mask cuts chunks elsewhere.
+pub(super) fn cuts_tiles(
+    d: &CpAttentionDesc,
+    s: &Sequences,
+    size: usize,
+    tile: usize,
+) -> Option<String> {
+    let (mask, whole) = (&d.attn.mask, (s.tokens_q, &s.q) == (s.tokens_kv, &s.kv));
+    if mask.left.is_some() || mask.right.is_some_and(|right| right > 0 || !whole) {
+        return Some(format!("{mask:?} ends within tiles"));
+    }
+    let cut = |spans: Vec<Range<usize>>, sequences: &[Range<usize>]| {
+        by_sequence(&spans, sequences).into_iter().find_map(|span| {
+            let of = sequences.iter().find(|s| s.contains(&span.start))?;
+            let at = span.start - of.start;
+            (!at.is_multiple_of(tile)).then_some(at)
+        })
+    };
+    let at = Rank::all(size).find_map(|r| {
+        cut(d.rows_q(s, r, size), &s.q).or_else(|| cut(d.rows_kv(s, r, size), &s.kv))
+    })?;
+    Some(format!("rows of a rank begin at row {at} of a sequence, no multiple of {tile}"))
+}
+
 /// Joins spans that go on where the one before them ends and are needed as it is, or not either.
 fn joined(spans: &[Range<usize>], continues: &[bool], needed: &[bool]) -> Vec<Range<usize>> {
     let mut out: Vec<Range<usize>> = Vec::with_capacity(spans.len());
@@ -286,5 +311,43 @@ impl Schedule {
             }
         }
         out
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::attention::AttentionDesc;
+    use tilewire_core::DType;
+
+    #[test]
+    fn tiles_are_whole_where_chunks_begin_at_their_multiples() {
+        let of = |layout, cu: &[usize], mask| {
+            let seqs = Sequences::packed(cu, cu).unwrap();
+            let attn = AttentionDesc::new(seqs.tokens_q, (1, 1), 8, DType::BF16, mask);
+            let d = CpAttentionDesc { layout, ..CpAttentionDesc::new(attn) };
+            cuts_tiles(&d, &seqs, 2, 4)
+        };
+        let (causal, full) = (AttnMask::CAUSAL, AttnMask::FULL);
+        for (layout, cu, mask) in [
+            (Layout::Zigzag, &[0, 16][..], causal),
+            (Layout::Zigzag, &[0, 4, 16], full),
+            // Chunks of four rows in all but the last.
+            (Layout::Contiguous, &[0, 8, 15], causal),
+            (Layout::ZigzagPerSequence, &[0, 16, 48], causal),
+            (Layout::Zigzag, &[0], causal),
+        ] {
+            assert_eq!(of(layout, cu, mask), None, "{layout:?} {cu:?}");
+        }
+        for (layout, cu, mask, why) in [
+            (Layout::Zigzag, &[0, 20][..], causal, "row 15 of"),
+            (Layout::Zigzag, &[0, 3, 16], causal, "row 9 of"),
+            (Layout::ZigzagPerSequence, &[0, 16, 24], causal, "row 6 of"),
+            (Layout::Zigzag, &[0, 16], AttnMask::window(3, 0), "within tiles"),
+            (Layout::Zigzag, &[0, 16], AttnMask::window(0, 2), "within tiles"),
+        ] {
+            let said = of(layout, cu, mask).unwrap_or_default();
+            assert!(said.contains(why), "{layout:?} {cu:?}: {said}");
+        }
     }
 }

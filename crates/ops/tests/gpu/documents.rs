@@ -1,18 +1,21 @@
 //! Context-parallel attention of documents of which some ranks hold all: these attend once, to
 //! their own keys, and others of the same launch twice.
 
+use std::collections::BTreeMap;
 use std::ops::Range;
-use std::sync::PoisonError;
+use std::sync::{Mutex, PoisonError};
 
-use tilewire_core::{DType, ErrorKind, Result, Rng, Shape};
-use tilewire_device::{Buffer, Stream, Tensor};
+use tilewire_core::{BackendKind, DType, ErrorKind, Rank, Result, Rng, Shape};
+use tilewire_device::{Buffer, Device, Stream, Tensor};
 use tilewire_ops::attention::{
     AttentionDesc, AttnGrads, AttnInputs, AttnMask, AttnOperand, AttnOut, AttnSaved, BiasShape,
     Dropout, Sequences,
 };
-use tilewire_ops::cp_attention::{CpAttentionDesc, CpAttentionPlan, CpConfig, Layout, Strategy};
+use tilewire_ops::cp_attention::{
+    CpAttentionDesc, CpAttentionPlan, CpConfig, KeyOrder, Layout, Strategy,
+};
 use tilewire_oracle::{Mat, attention};
-use tilewire_symm::{Heap, World};
+use tilewire_symm::{Heap, HeapCfg, World};
 use tilewire_testing::{Lack, did_not_run};
 
 use crate::checks::cfg;
@@ -275,19 +278,24 @@ fn computes(d: CpAttentionDesc, config: CpConfig, (heap, s): (&Heap, &Stream)) -
         bits.push((t.out.out.download()?, t.out.lse.download()?));
     }
     assert_eq!(plan.explain().to_string().contains("wait for their keys"), config.gated, "{what}");
-    if config.gated {
-        assert!(bits.iter().all(|b| *b == bits[0]), "{what}");
-        return t.check(&what, &case.wants(&plan.desc().attn));
-    }
     // Kernels do not store to such an address; the merge does.
     let n = t.out.out.shape().num_elems();
     let odd = Tensor::poisoned_on(&heap.device(), plan.desc().attn.out, Shape::d1(n + 1))?;
     let odd = odd.rows(1, n)?.reshape(t.out.out.shape())?;
     heap.team().agree(true)?;
-    plan.launch_fwd(s, &t.x, AttnOut { out: odd.clone(), lse: t.out.lse.clone() })?.join(s)?;
+    let to = AttnOut { out: odd.clone(), lse: t.out.lse.clone() };
+    let queued = plan.launch_fwd(s, &t.x, to).and_then(|p| p.join(s));
+    if config.gated {
+        // Refused before any rank knows of the launch: the next one is as good as the last.
+        assert_eq!(queued.err().map(|e| e.kind()), Some(ErrorKind::InvalidArgument), "{what}");
+        plan.launch_fwd(s, &t.x, t.out.clone())?.join(s)?;
+    } else {
+        queued?;
+    }
     s.synchronize()?;
     heap.team().check()?;
-    bits.push((odd.download()?, t.out.lse.download()?));
+    let last = if config.gated { &t.out.out } else { &odd };
+    bits.push((last.download()?, t.out.lse.download()?));
     assert!(bits.iter().all(|b| *b == bits[0]), "{what}");
     t.check(&what, &case.wants(&plan.desc().attn))
 }
@@ -343,6 +351,68 @@ fn documents_are_right_where_tiles_wait_for_their_keys() {
         Ok(())
     })
     .unwrap();
+}
+
+/// In the canonical order every row has the same bits of out and lse on one, two and all ranks,
+/// and what would cut tiles is refused on all of them alike.
+#[test]
+fn rows_have_the_same_bits_on_any_number_of_ranks() {
+    let Some(n) = ranks() else { return };
+    let _turn = DEVICES.lock().unwrap_or_else(PoisonError::into_inner);
+    // Chunks of a multiple of 128 rows on all of them.
+    let rows = 256 * n * (1 + n % 2);
+    let mut sizes = vec![1, 2, n];
+    sizes.dedup();
+    let config =
+        CpConfig { gated: true, order: KeyOrder::Canonical, ..CpConfig::of(Strategy::AllGather) };
+    let of = |cu: &[usize]| -> Result<CpAttentionDesc> {
+        let seqs = Sequences::packed(cu, cu)?;
+        let d = Documents { layout: Layout::Zigzag, seqs, travels: Vec::new() };
+        Ok(desc(&d, (DType::BF16, 64), false))
+    };
+    // Of each number of ranks, the bits of each row.
+    let all: Mutex<BTreeMap<(usize, usize), Vec<u8>>> = Mutex::default();
+    World::run_threads(n, cfg(), |world| {
+        for &size in &sizes {
+            let members: Vec<_> = Rank::all(size).collect();
+            let Some(team) = world.team(&members, &format!("canonical {size}"))? else { continue };
+            let heap = team.heap(BackendKind::Vmm, HeapCfg::new(64 << 20))?;
+            let Device::Cuda(ctx) = heap.device() else { panic!("a heap of the host") };
+            let s = Stream::on(&ctx)?;
+            let cut = CpAttentionPlan::new(of(&[0, 130, rows])?, &heap, Some(config))?;
+            cut.prepare(&s)?;
+            let case = Case::new(&cut.desc().attn);
+            let t = Tensors::new(&cut, &case, &heap)?;
+            let e = cut.launch_fwd(&s, &t.x, t.out.clone()).map(drop).unwrap_err();
+            assert!(
+                e.kind() == ErrorKind::InvalidArgument && e.to_string().contains("whole"),
+                "{e}"
+            );
+            drop(cut);
+            heap.collect()?;
+            let plan = CpAttentionPlan::new(of(&[0, 128, rows])?, &heap, Some(config))?;
+            plan.prepare(&s)?;
+            let case = Case::new(&plan.desc().attn);
+            let t = Tensors::new(&plan, &case, &heap)?;
+            plan.launch_fwd(&s, &t.x, t.out.clone())?.join(&s)?;
+            s.synchronize()?;
+            let (out, lse) = (t.out.out.download()?, t.out.lse.to_vec::<f32>()?);
+            let (num, width) = (t.rows.len(), out.len() / t.rows.len());
+            let mut all = all.lock().unwrap();
+            for (i, row) in t.rows.iter().enumerate() {
+                let lse = (0..HEADS.0).flat_map(|h| lse[h * num + i].to_ne_bytes());
+                let bits = out[i * width..][..width].iter().copied().chain(lse).collect();
+                assert!(all.insert((size, *row), bits).is_none());
+            }
+        }
+        Ok(())
+    })
+    .unwrap();
+    let all = all.into_inner().unwrap();
+    for row in 0..rows {
+        let of = |size: usize| all.get(&(size, row)).unwrap_or_else(|| panic!("row {row}"));
+        assert!(of(1) == of(2) && of(2) == of(n), "row {row}: its bits");
+    }
 }
 
 /// On the idle driver, which notes the kernels that are launched.

@@ -14,7 +14,7 @@ use crate::driver::Driver;
 /// A test, with how many devices, and which operations where it asks. Of those that compute,
 /// products in a ring alone on four, where a rank passes on more than one message: attention does
 /// so in `crates/cli/tests/emulated.rs`.
-const RUNS: [(&str, usize, &str); 28] = [
+const RUNS: [(&str, usize, &str); 29] = [
     ("every_operation_computes", 3, "0-3"),
     ("every_operation_computes", 3, "6-24"),
     ("every_operation_computes", 4, "25-29"),
@@ -31,6 +31,7 @@ const RUNS: [(&str, usize, &str); 28] = [
     ("whole::one_product_of_all_rows_has_the_bits_of_the_definition", 3, ""),
     ("documents::documents_of_one_rank_and_of_several_are_right", 2, ""),
     ("documents::documents_are_right_where_tiles_wait_for_their_keys", 3, ""),
+    ("documents::rows_have_the_same_bits_on_any_number_of_ranks", 2, ""),
     ("replays_with_changed_inputs_equal_eager_launches", 3, "0-4"),
     ("replays_with_changed_inputs_equal_eager_launches", 3, "14-15"),
     ("replays_with_changed_inputs_equal_eager_launches", 2, "40-40"),
@@ -48,9 +49,10 @@ const RUNS: [(&str, usize, &str); 28] = [
 /// `cargo xtask test --full`: on more devices; operations that wait, leave or keep memory as others
 /// do; and replays of 40 s whose copy engines and sums are in other operations, too: engines in 4,
 /// and in `engines` of [`ATTACKED`].
-const MORE_RUNS: [(&str, usize, &str); 10] = [
+const MORE_RUNS: [(&str, usize, &str); 11] = [
     ("documents::documents_of_one_rank_and_of_several_are_right", 4, ""),
     ("documents::documents_are_right_where_tiles_wait_for_their_keys", 2, ""),
+    ("documents::rows_have_the_same_bits_on_any_number_of_ranks", 4, ""),
     ("dropped::dropped_plans_leave_their_memory_to_graphs_and_queued_work", 2, "0-6"),
     ("dropped::dropped_plans_leave_their_memory_to_graphs_and_queued_work", 2, "15-39"),
     ("processes::a_killed_process_is_named_in_each_way_of_waiting", 3, "3-5"),

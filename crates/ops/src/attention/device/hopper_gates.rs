@@ -9,6 +9,8 @@ use tilewire_device::cuda::{
 };
 use tilewire_kernels::abi::{TwAttn, TwGates, TwSeg, TwTeam};
 use tilewire_kernels::attention::hopper::{STORE_ROWS, THREADS, TILE_M};
+#[cfg(doc)]
+use tilewire_kernels::attention::hopper_gates::WHOLE;
 use tilewire_kernels::attention::hopper_gates::{GATES, HopperGated, SM90_ATTENTION_GATED};
 
 use super::forward::core_lacks;
@@ -73,12 +75,17 @@ impl Gated {
         core_lacks(ctx, (by, unfit(d)))
     }
 
-    /// Loads the kernel of a description that it does not lack.
+    /// Loads the kernel of a description that it does not lack, with blocks on `num_sms`
+    /// multiprocessors; `whole`: with keys of a tile that divide [`WHOLE`] rows.
     ///
     /// # Errors
     /// As [`CudaContext::module`]; `Unsupported` if the device refuses the shared memory.
-    pub fn new(ctx: &CudaContext, d: &AttentionDesc, num_sms: u32) -> Result<Self> {
-        let variant = HopperGated(variant(d));
+    pub fn new(
+        ctx: &CudaContext,
+        d: &AttentionDesc,
+        (num_sms, whole): (u32, bool),
+    ) -> Result<Self> {
+        let variant = HopperGated { base: variant(d), whole };
         let module = load(ctx, &SM90_ATTENTION_GATED, variant.defines())?;
         let kernel = module.kernel("tw_hopper_attn_gated")?;
         kernel.allow_shared(variant.shared_bytes())?;

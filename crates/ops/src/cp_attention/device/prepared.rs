@@ -1,18 +1,18 @@
 //! The results of `prepare` on a device: kernels and private memory.
 
-use tilewire_core::{DType, Result};
+use tilewire_core::{DType, Error, Result};
 use tilewire_device::Stream;
 use tilewire_device::cuda::{CudaContext, CudaMemory};
 
 use super::fp8::Fp8;
 use super::nccl::Exchange;
 use crate::attention::device::{Gated, Merge, Needs, Prepared as Attention, kernel_desc};
-use crate::attention::{AttentionDesc, AttnBackend};
+use crate::attention::{AttentionDesc, AttnBackend, AttnInputs, AttnOut};
 use crate::common::PlanCore;
 use crate::common::cuda::{no_kernel, workspace};
 use crate::common::lanes::Lane;
 use crate::common::reduce::Reducer;
-use crate::cp_attention::config::{CpConfig, Strategy};
+use crate::cp_attention::config::{CpConfig, KeyOrder, Strategy};
 use crate::cp_attention::desc::CpAttentionDesc;
 use crate::cp_attention::pieces::Sizes;
 use crate::cp_attention::schedule::most_segments;
@@ -64,18 +64,45 @@ impl Memory {
     }
 }
 
+/// Checks, before a launch is on record, what the kernel with gates cannot take.
+///
+/// # Errors
+/// `InvalidArgument` naming a tensor that does not begin at a multiple of 16 bytes.
+pub(in crate::cp_attention) fn check_aligned(
+    p: &Prepared,
+    x: &AttnInputs,
+    o: &AttnOut,
+) -> Result<()> {
+    if p.gated.is_none() {
+        return Ok(());
+    }
+    for (name, t) in [("q", &x.q.data), ("k", &x.k.data), ("v", &x.v.data), ("out", &o.out)] {
+        if !t.cuda()?.addr().is_multiple_of(16) {
+            let text = format!("`{name}` does not begin at a multiple of 16 bytes");
+            return Err(Error::invalid(text).hint("copy it to a tensor of its own"));
+        }
+    }
+    Ok(())
+}
+
 /// The kernel whose forward pass waits for keys itself.
 ///
 /// # Errors
 /// `Unsupported` if there is none for `d` or `size` ranks.
-fn gated(lane: &Lane, d: &AttentionDesc, size: usize) -> Result<Gated> {
+fn gated(lane: &Lane, d: &AttentionDesc, (size, order): (usize, KeyOrder)) -> Result<Gated> {
     let ctx = lane.context();
     match Gated::lacks(ctx, d, AttnBackend::Hopper, size)? {
         Some(why) => Err(no_kernel(
             format!("attention that waits for keys where it meets them ({why})"),
             "there is one on sm_90a, bf16 or f16; without gates every plan has kernels",
         )),
-        None => Gated::new(ctx, d, lane.here().num_sms()?),
+        None => {
+            let (all, own) = (ctx.num_sms()?, lane.here().num_sms()?);
+            // Copies between ranks of one device may be kernels, which need a multiprocessor.
+            let free = u32::from(own < all);
+            let num = own.saturating_sub(free).max(1);
+            Gated::new(ctx, d, (num, order == KeyOrder::Canonical))
+        }
     }
 }
 
@@ -117,7 +144,9 @@ impl Prepared {
         let adds = d.backward && sizes.adds();
         let types = [DType::F32, DType::F32, d.attn.out];
         let sum = adds.then(|| Reducer::new(ctx, types)).transpose()?;
-        let gated = if config.gated && split { Some(gated(lane, &desc, size)?) } else { None };
+        // One rank has no merge, but tiles of its own.
+        let gates = config.gated && (split || config.order == KeyOrder::Canonical);
+        let gated = gates.then(|| gated(lane, &desc, (size, config.order))).transpose()?;
         let merges = split && gated.is_none();
         let merge = merges.then(|| Merge::new(ctx, &d.attn)).transpose()?;
         let memory = Memory::new(ctx, &sizes, (d.backward, merges))?;

@@ -20,6 +20,7 @@ use crate::common::cuda::{hold, together_on};
 use crate::common::lanes::{Lane, Lanes, Poison, Slots};
 use crate::common::reduce::Sum;
 use crate::common::{Bias, LaunchAt, PlanCore};
+use crate::cp_attention::config::KeyOrder;
 use crate::cp_attention::desc::CpAttentionDesc;
 use crate::cp_attention::launch::{CREDIT, KEYS, MEET_BACK, MEET_KEYS, Work};
 use crate::cp_attention::pieces::{GATHER, Piece, Pieces, SCATTER, Sizes};
@@ -270,9 +271,18 @@ impl DeviceRun<'_> {
     fn forward_at_once(&self, o: &AttnOut) -> Result<()> {
         let (op, s, m, d) = (self.op, self.s, &self.op.p.memory, &self.op.p.desc);
         let base = self.param_fwd(o)?;
+        if op.p.gated.is_some() {
+            // The kernel holds multiprocessors until keys have come. It begins when the copy stream
+            // has nothing left of other launches of this heap: these may wait for kernels.
+            self.l.join()?;
+        }
         self.begin_keys(false)?;
         self.keep();
         let base = self.own_operands(base)?;
+        let canonical = op.p.config.order == KeyOrder::Canonical;
+        if let (Some(gated), true) = (&op.p.gated, canonical) {
+            return self.forward_gated(&base, gated);
+        }
         let tables = self.pieces().own_tables(op.seqs);
         // The kernels store 16 bytes of a result at a time, the merge one element.
         if !op.sched.sees_others() && base.out.is_multiple_of(16) {
@@ -306,14 +316,18 @@ impl DeviceRun<'_> {
     fn forward_gated(&self, base: &TwAttn, gated: &Gated) -> Result<()> {
         let (op, lists, team) = (self.op, self.pieces(), self.l.team()?);
         let own = [base.k, base.v];
-        let (k, v) = self.pushed_keys()?;
+        let alone = self.s.size == 1;
+        let (k, v) = if alone { (base.k, base.v) } else { self.pushed_keys()? };
         let flags = team.counts(op.signals.slot(KEYS))?;
         let keys = Keys { own, team: team.param(), flags, ends: lists.ends() };
         let all = TwAttn { k, v, ..*base };
-        let tables = lists.tables_as_they_come(op.seqs);
+        let tables = match op.p.config.order {
+            KeyOrder::Arrival => lists.tables_as_they_come(op.seqs),
+            KeyOrder::Canonical => lists.all_tables(op.seqs),
+        };
         op.p.attention.forward_gated(self.main(), &op.p.desc, (&all, &keys), tables, gated)?;
         // Counts the flags. The kernel has waited for them, if it had queries.
-        self.wait_keys()
+        if alone { Ok(()) } else { self.wait_keys() }
     }
 
     /// Queues the backward pass with parts of dk and dv first, so that they travel while dq is
@@ -358,6 +372,10 @@ impl DeviceRun<'_> {
     fn forward(&self, o: &AttnOut) -> Result<()> {
         let (op, s, m, d) = (self.op, self.s, &self.op.p.memory, &self.op.p.desc);
         let mut p = self.bring(self.param_fwd(o)?, None)?;
+        if let Some(gated) = &op.p.gated {
+            // One rank, in the canonical order.
+            return self.forward_gated(&p, gated);
+        }
         let rows = op.sched.rows_q() * s.hq;
         if self.scatters() {
             p.out = self.own(GATHER, 0, rows * s.dv * s.out)?;
