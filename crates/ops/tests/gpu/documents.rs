@@ -4,6 +4,7 @@
 use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::{Mutex, PoisonError};
+use std::time::Duration;
 
 use tilewire_core::{BackendKind, DType, ErrorKind, Rank, Result, Rng, Shape};
 use tilewire_device::{Buffer, Device, Stream, Tensor};
@@ -15,7 +16,7 @@ use tilewire_ops::cp_attention::{
     CpAttentionDesc, CpAttentionPlan, CpConfig, KeyOrder, Layout, Strategy,
 };
 use tilewire_oracle::{Mat, attention};
-use tilewire_symm::{Heap, HeapCfg, World};
+use tilewire_symm::{Heap, HeapCfg, World, WorldCfg};
 use tilewire_testing::{Lack, did_not_run};
 
 use crate::checks::cfg;
@@ -348,6 +349,52 @@ fn documents_are_right_where_tiles_wait_for_their_keys() {
         let get = CpConfig { strategy: Strategy::Get, ..gated };
         let bad = CpAttentionPlan::new(desc(&d, (DType::BF16, 64), false), &heap, Some(get));
         assert_eq!(bad.err().map(|e| e.kind()), Some(ErrorKind::InvalidArgument));
+        Ok(())
+    })
+    .unwrap();
+}
+
+/// Tiles enough for all multiprocessors, which the first rank holds long before the others launch:
+/// its own keys must leave it meanwhile, by copies that need none, eager and in a graph.
+#[test]
+fn keys_leave_a_rank_whose_tiles_hold_all_multiprocessors() {
+    let Some(n) = ranks() else { return };
+    let _turn = DEVICES.lock().unwrap_or_else(PoisonError::into_inner);
+    let cfg = WorldCfg { timeout: Duration::from_secs(20), ..cfg() };
+    World::run_threads(n, cfg, |world| {
+        let (heap, s) = heap(&world, "held")?;
+        let Device::Cuda(ctx) = heap.device() else { panic!("a heap of the host") };
+        // A tile of 128 queries of a head for each multiprocessor, of each rank.
+        let tiles = (ctx.num_sms()? as usize).div_ceil(HEADS.0) + 1;
+        let d = one(n, 128 * tiles);
+        let config = CpConfig { gated: true, ..CpConfig::of(Strategy::AllGather) };
+        let desc = desc(&d, (DType::BF16, 64), false);
+        let case = Case::new(&desc.attn);
+        let plan = CpAttentionPlan::new(desc, &heap, Some(config))?;
+        plan.prepare(&s)?;
+        let t = Tensors::new(&plan, &case, &heap)?;
+        let launch = || plan.launch_fwd(&s, &t.x, t.out.clone())?.join(&s).map(drop);
+        s.begin_capture()?;
+        launch()?;
+        let graph = s.end_capture()?.instantiate()?;
+        let mut bits = Vec::new();
+        for replay in [false, true, false, true] {
+            [&t.out.out, &t.out.lse].into_iter().try_for_each(Tensor::poison)?;
+            heap.team().agree(true)?;
+            if heap.team().rank() != Rank::new(0) {
+                std::thread::sleep(Duration::from_millis(100));
+            }
+            if replay {
+                s.replay(&graph)?
+            } else {
+                launch()?
+            }
+            s.synchronize()?;
+            heap.team().check()?;
+            bits.push((t.out.out.download()?, t.out.lse.download()?));
+        }
+        assert!(bits.iter().all(|b| *b == bits[0]));
+        assert!(t.out.out.to_f32()?.iter().all(|x| x.is_finite()));
         Ok(())
     })
     .unwrap();

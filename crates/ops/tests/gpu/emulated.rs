@@ -14,7 +14,7 @@ use crate::driver::Driver;
 /// A test, with how many devices, and which operations where it asks. Of those that compute,
 /// products in a ring alone on four, where a rank passes on more than one message: attention does
 /// so in `crates/cli/tests/emulated.rs`.
-const RUNS: [(&str, usize, &str); 29] = [
+const RUNS: [(&str, usize, &str); 30] = [
     ("every_operation_computes", 3, "0-3"),
     ("every_operation_computes", 3, "6-24"),
     ("every_operation_computes", 4, "25-29"),
@@ -32,6 +32,7 @@ const RUNS: [(&str, usize, &str); 29] = [
     ("documents::documents_of_one_rank_and_of_several_are_right", 2, ""),
     ("documents::documents_are_right_where_tiles_wait_for_their_keys", 3, ""),
     ("documents::rows_have_the_same_bits_on_any_number_of_ranks", 2, ""),
+    ("documents::keys_leave_a_rank_whose_tiles_hold_all_multiprocessors", 2, ""),
     ("replays_with_changed_inputs_equal_eager_launches", 3, "0-4"),
     ("replays_with_changed_inputs_equal_eager_launches", 3, "14-15"),
     ("replays_with_changed_inputs_equal_eager_launches", 2, "40-40"),
