@@ -1,5 +1,5 @@
-//! Rates of single operations on one GPU: `layers`, `gemm`, `drawn`, `cold`, `parts`, `grouped` or
-//! `attention`.
+//! Rates of single operations on one GPU: `layers`, `gemm`, `drawn`, `cold`, `parts`, `grouped`,
+//! `attention` or `shares`.
 //!
 //! Ways to one result take turns, the card at rest before each, and once more in the other order:
 //! the median of 20 launches in all, which follow each other.
@@ -13,6 +13,7 @@ mod drawn;
 mod gemm;
 mod grouped;
 mod layers;
+mod shares;
 
 use std::thread;
 use std::time::Duration;
@@ -92,8 +93,11 @@ fn main() -> Result<()> {
         Some("parts") => drawn::parts(),
         Some("grouped") => grouped::main(),
         Some("attention") => attention::main(),
+        Some("shares") => shares::main(),
         other => Err(Error::invalid("which rates?")
-            .expected("`layers`, `gemm`, `drawn`, `cold`, `parts`, `grouped` or `attention`")
+            .expected(
+                "`layers`, `gemm`, `drawn`, `cold`, `parts`, `grouped`, `attention`, `shares`",
+            )
             .seen(other.unwrap_or("nothing"))),
     }
 }

@@ -1,0 +1,147 @@
+//! Shares of context-parallel attention on one GPU: what each of 8 ranks computes of one causal
+//! document, alone, and what gates cost where every key is there.
+//!
+//! A rank of the zigzag has two chunks of queries, each of which sees all keys up to its end: two
+//! sequences of local attention with fewer queries than keys. Rates are by the pairs that the mask
+//! shows; `of` is their ratio to that of one document of 16384 rows in the same run.
+//!
+//! `cargo run --release -p tilewire-ops --example rates shares [ROWS ...]`, for documents of so
+//! many rows.
+
+use tilewire_core::{BackendKind, DType, Error, Result, Shape};
+use tilewire_device::cuda::CudaContext;
+use tilewire_device::{Device, Stream, Tensor};
+use tilewire_ops::attention::{
+    AttentionDesc, AttentionPlan, AttnBackend, AttnInputs, AttnMask, AttnOut, Sequences,
+};
+use tilewire_ops::cp_attention::{CpAttentionDesc, CpAttentionPlan, CpConfig, KeyOrder, Strategy};
+use tilewire_symm::{HeapCfg, World, WorldCfg};
+
+use crate::{Turn, normal, take_turns};
+
+const HEADS: (usize, usize) = (32, 8);
+const DIM: usize = 128;
+const RANKS: usize = 8;
+/// Rows of the documents that ranks share, and of the one that is beside them.
+const DOCUMENTS: [usize; 2] = [65536, 131_072];
+const ALONE: usize = 16384;
+
+/// The causal attention of these sequences.
+fn causal(seqs: Sequences) -> AttentionDesc {
+    let mut d = AttentionDesc::new(seqs.tokens_q, HEADS, DIM, DType::BF16, AttnMask::CAUSAL);
+    d.sequences = seqs;
+    d
+}
+
+/// Pairs of a query and a key of `d` that the mask shows.
+fn pairs(d: &AttentionDesc) -> f64 {
+    let of = |(q, kv): (f64, f64)| q * (kv - q) + q * (q + 1.0) / 2.0;
+    let rows = d.sequences.q.iter().zip(&d.sequences.kv);
+    rows.map(|(q, kv)| of((q.len() as f64, kv.len() as f64))).sum()
+}
+
+/// Rank `r`'s queries of a document of `n` rows, and the keys that they see.
+fn share(n: usize, r: usize) -> Result<AttentionDesc> {
+    let chunk = n / (2 * RANKS);
+    let ends = [(r + 1) * chunk, (2 * RANKS - r) * chunk];
+    let cu_q = [0, chunk, 2 * chunk];
+    Ok(causal(Sequences::packed(&cu_q, &[0, ends[0], ends[0] + ends[1]])?))
+}
+
+/// Tensors of a description.
+struct Tensors {
+    x: AttnInputs,
+    out: AttnOut,
+}
+
+impl Tensors {
+    fn new(ctx: &CudaContext, s: &Stream, d: &AttentionDesc) -> Result<Self> {
+        let device = Device::Cuda(ctx.clone());
+        let random = |rows: usize, heads: usize| {
+            normal(ctx, s, rows, heads * DIM)?.reshape(Shape::d3(rows, heads, DIM))
+        };
+        let (q, kv) = (d.sequences.tokens_q, d.sequences.tokens_kv);
+        let x = AttnInputs::new(random(q, HEADS.0)?, random(kv, HEADS.1)?, random(kv, HEADS.1)?);
+        let out = Tensor::zeros_on(&device, DType::BF16, Shape::d3(q, HEADS.0, DIM))?;
+        let lse = Tensor::zeros_on(&device, DType::F32, Shape::d2(HEADS.0, q))?;
+        Ok(Self { x, out: AttnOut { out, lse } })
+    }
+}
+
+fn print(ctx: &CudaContext, what: &str, d: &AttentionDesc, turns: Vec<Turn<'_>>) -> Result<()> {
+    let (name, mut of) = (ctx.name()?, None);
+    for t in turns {
+        let us = t.median();
+        let flops = 4.0 * DIM as f64 * HEADS.0 as f64;
+        let by: f64 = t.explain.parse().map_err(|e| Error::internal(format!("pairs: {e}")))?;
+        let tflops = flops * by / us / 1e6;
+        let of = *of.get_or_insert(tflops);
+        println!(
+            "{{\"device\":\"{name}\",\"work\":\"{what}\",\"heads\":\"{}/{}\",\"dim\":{DIM},\
+             \"seq\":{},\"what\":\"{}\",\"us\":{us:.1},\"tflops\":{tflops:.1},\"of\":{:.3}}}",
+            HEADS.0,
+            HEADS.1,
+            d.sequences.tokens_q,
+            t.by,
+            tflops / of,
+        );
+    }
+    Ok(())
+}
+
+/// One document of `alone` rows, then each rank's share of one of `n`.
+fn shares(ctx: &CudaContext, s: &Stream, (alone, n): (usize, usize)) -> Result<()> {
+    let mut descs = vec![("alone".to_owned(), causal(Sequences::one(alone, alone)))];
+    for r in 0..RANKS {
+        descs.push((format!("rank {r} of {RANKS}, {n} rows"), share(n, r)?));
+    }
+    let made = |(name, d): (String, AttentionDesc)| {
+        let plan = AttentionPlan::with_backend(d.clone(), None, AttnBackend::Hopper)?;
+        plan.prepare(s)?;
+        Ok((name, Tensors::new(ctx, s, &d)?, d, plan))
+    };
+    let all = descs.into_iter().map(made).collect::<Result<Vec<_>>>()?;
+    let mut turns = Vec::new();
+    for (name, t, d, plan) in &all {
+        let launch = || plan.launch_fwd(s, &t.x, t.out.clone()).map(drop);
+        turns.push(Turn::new(name, pairs(d).to_string(), Box::new(launch)));
+    }
+    take_turns(ctx, s, &mut turns)?;
+    print(ctx, "share of cp_attention", &all[0].2, turns)
+}
+
+/// One rank: the kernel without gates, and the one with them, whose tiles are of 128 keys.
+fn gates(ctx: &CudaContext, s: &Stream, n: usize) -> Result<()> {
+    let world = World::solo(WorldCfg::default())?;
+    let heap = world.everyone("gates")?.heap(BackendKind::Vmm, HeapCfg::new(64 << 20))?;
+    let d = causal(Sequences::one(n, n));
+    let plain = AttentionPlan::with_backend(d.clone(), None, AttnBackend::Hopper)?;
+    plain.prepare(s)?;
+    let config =
+        CpConfig { gated: true, order: KeyOrder::Canonical, ..CpConfig::of(Strategy::AllGather) };
+    let gated = CpAttentionPlan::new(CpAttentionDesc::new(d.clone()), &heap, Some(config))?;
+    gated.prepare(s)?;
+    let (t, pairs) = (Tensors::new(ctx, s, &d)?, pairs(&d).to_string());
+    let by_plain = || plain.launch_fwd(s, &t.x, t.out.clone()).map(drop);
+    let by_gated = || gated.launch_fwd(s, &t.x, t.out.clone()).map(drop);
+    let mut turns = vec![
+        Turn::new("without gates", pairs.clone(), Box::new(by_plain)),
+        Turn::new("gated, no peers, tiles of 128 keys", pairs, Box::new(by_gated)),
+    ];
+    take_turns(ctx, s, &mut turns)?;
+    print(ctx, "gates", &d, turns)
+}
+
+pub fn main() -> Result<()> {
+    let asked = std::env::args().skip(2).map(|a| a.parse().map_err(|_| Error::invalid(a)));
+    let asked = asked.collect::<Result<Vec<usize>>>()?;
+    let documents = if asked.is_empty() { DOCUMENTS.to_vec() } else { asked };
+    let ctx = CudaContext::new(0)?;
+    let stream = Stream::on(&ctx)?;
+    let alone = documents.iter().fold(ALONE, |least, n| least.min(*n));
+    // Two chunks of whole tiles at least.
+    for n in [(alone / 4).max(256), alone] {
+        gates(&ctx, &stream, n)?;
+    }
+    documents.into_iter().try_for_each(|n| shares(&ctx, &stream, (alone, n)))
+}
