@@ -74,23 +74,6 @@ fn pairs() -> String {
 /// In place of [`pairs`], in [`RUNS`].
 const PAIRS: &str = "pairs of cp_attention";
 
-/// Layouts and features of 16 bits without gates, each by every strategy.
-fn narrow() -> String {
-    let features = [
-        "zigzag/full+dims+sink",
-        "contiguous/window+padded+softcap",
-        "zigzag/causal+gqa+kv8",
-        "contiguous/causal+gqa",
-        "zigzag_per_sequence/window+padded+softcap+sink",
-        "balanced/window+padded+softcap+sink",
-    ];
-    let of = |s| features.map(|f| format!("cp_attention/{s}/{f}"));
-    STRATEGIES.into_iter().flat_map(of).collect::<Vec<_>>().join(",")
-}
-
-/// In place of [`narrow`], in [`MORE_RUNS`].
-const NARROW: &str = "cp_attention of 16 bits";
-
 /// What differs: a peer and no peer between, an odd number, as many as a machine has; each of both
 /// attention kernels, by type; and sm_80 where it has kernels of its own, which are those of moves
 /// and of `ep`. The types of moves, which differ in the text of their sums, on two and three
@@ -117,7 +100,7 @@ const RUNS: [Run; 14] = [
 /// kernels meet on eight ranks in `kernels/tests/emu/ep_worlds.rs`, too); the numbers of ranks
 /// between those above; types that the same kernels compute; and what sm_80 computes by the kernels
 /// that sm_90 has, too.
-const MORE_RUNS: [Run; 12] = [
+const MORE_RUNS: [Run; 11] = [
     ("cp_attention", "4", 4, 90, "", 126),
     ("ep", "8", 8, 90, "", 25),
     (MOVES, "1,4,5,6,7,8", 8, 90, "", 6 * 51),
@@ -128,9 +111,8 @@ const MORE_RUNS: [Run; 12] = [
     (MOVES, "4", 2, 90, "", 51),
     ("ep", "2", 2, 80, "", 25),
     (FUSED, "2", 2, 80, "", 18),
-    // Rows with gates are of 16 bits, and for sm_90a.
-    ("cp_attention", "2", 2, 80, "f32,f8e4m3", 86),
-    (NARROW, "2", 2, 80, "", 30),
+    // Rows with gates are not of this backend.
+    ("cp_attention", "2", 2, 80, "", 116),
 ];
 
 /// Whether all of it was asked for.
@@ -167,11 +149,7 @@ fn operations_are_right_on_emulated_devices() {
             runs.get(next.fetch_add(1, Ordering::Relaxed))
         {
             let mut command = driver.command(PROGRAM, devices);
-            let which = match ops {
-                PAIRS => pairs(),
-                NARROW => narrow(),
-                ops => ops.to_owned(),
-            };
+            let which = if ops == PAIRS { pairs() } else { ops.to_owned() };
             command.env("TW_EMU_SM", sm.to_string()).args(verify).args([&*which, "--ranks", ranks]);
             if !dtypes.is_empty() {
                 command.args(["--dtype", dtypes]);
