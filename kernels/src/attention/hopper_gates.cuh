@@ -1,9 +1,9 @@
 // Keys of other ranks that come while the kernel runs: each rank's rows lie behind a gate.
 //
 // Each rank has contiguous rows of one tensor for all of them, and a flag that its peer raises
-// behind its rows. The keys of this rank are in a tensor of their own, without a gate. Tables name
-// this rank's segments first, and then those of the ranks in the order in which they come, so that
-// a loader seldom waits.
+// behind its rows. The keys of this rank are in a tensor of their own, without a gate. Where tables
+// name this rank's segments first, and then those of the ranks in the order in which they come, a
+// loader seldom waits.
 //
 //   flag    of a rank: a count of the team's signals. tw_wait_peers behind this kernel counts it.
 //   gate    of a rank: a barrier in shared memory, of one arrival and one phase, that a warp of its
@@ -54,7 +54,8 @@ __device__ __forceinline__ TwWatch& tw_watch() {
 struct TwGatedKeys {
     const TwGates& g;
     const TwTensorMap *k, *v, *own_k, *own_v;
-    u32 passed;  // gates, a bit each
+    u32 passed;    // gates, a bit each
+    u32 from, to;  // rows behind the gate that was passed last
 
     __device__ __forceinline__ void begin() const {
         tensor_prefetch(k), tensor_prefetch(v), tensor_prefetch(own_k), tensor_prefetch(own_v);
@@ -97,7 +98,7 @@ struct TwGatedKeys {
         // A tile of no keys has no row either.
         if (t.num == 0) return {own_k, 0};
         if (is_own(t.row)) return {own_k, t.row - g.own};
-        pass(t.row);
+        if (t.row - from >= to - from) pass(t.row);
         return {k, t.row};
     }
 
@@ -112,6 +113,7 @@ struct TwGatedKeys {
     __device__ __forceinline__ void pass(u32 row) {
         u32 r = 0;
         while (row >= g.end[r]) r++;
+        from = r == 0 ? 0 : g.end[r - 1], to = g.end[r];
         if (passed >> r & 1) return;
         while (!mbarrier_try_wait_parity(&tw_watch().gates[r].bar, 0)) {
         }

@@ -14,5 +14,5 @@ extern "C" __global__ void __launch_bounds__(TW_HA_THREADS, 1)
 tw_hopper_attn_gated(const __grid_constant__ TwAttn a, const __grid_constant__ TwAttnOrder order, const __grid_constant__ TwTensorMap q,
                      const __grid_constant__ TwTensorMap k, const __grid_constant__ TwTensorMap v, const __grid_constant__ TwTensorMap out,
                      const __grid_constant__ TwTensorMap own_k, const __grid_constant__ TwTensorMap own_v, const __grid_constant__ TwGates gates) {
-    tw_ha_forward(a, order, &q, TwGatedKeys{gates, &k, &v, &own_k, &own_v, 0}, &out);
+    tw_ha_forward(a, order, &q, TwGatedKeys{gates, &k, &v, &own_k, &own_v, 0, 0, 0}, &out);
 }

@@ -252,7 +252,8 @@ impl Bench<'_> {
             }
             let plain = CpConfig::of(strategy);
             let gated = CpConfig { gated: true, ..plain };
-            let gates = strategy == Strategy::AllGather;
+            // The host has one algorithm.
+            let gates = strategy == Strategy::AllGather && self.o.backend != BackendKind::Host;
             let ways = [(plain, CollectiveBackend::Put), (plain, CollectiveBackend::Nccl)];
             for (config, by) in ways.into_iter().chain(gates.then_some((gated, ways[0].1))) {
                 match self.cp_way(config, by, &mut shared) {

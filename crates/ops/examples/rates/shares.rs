@@ -68,7 +68,7 @@ impl Tensors {
     }
 }
 
-fn print(ctx: &CudaContext, what: &str, d: &AttentionDesc, turns: Vec<Turn<'_>>) -> Result<()> {
+fn print(ctx: &CudaContext, what: &str, seq: usize, turns: Vec<Turn<'_>>) -> Result<()> {
     let (name, mut of) = (ctx.name()?, None);
     for t in turns {
         let us = t.median();
@@ -78,10 +78,9 @@ fn print(ctx: &CudaContext, what: &str, d: &AttentionDesc, turns: Vec<Turn<'_>>)
         let of = *of.get_or_insert(tflops);
         println!(
             "{{\"device\":\"{name}\",\"work\":\"{what}\",\"heads\":\"{}/{}\",\"dim\":{DIM},\
-             \"seq\":{},\"what\":\"{}\",\"us\":{us:.1},\"tflops\":{tflops:.1},\"of\":{:.3}}}",
+             \"seq\":{seq},\"what\":\"{}\",\"us\":{us:.1},\"tflops\":{tflops:.1},\"of\":{:.3}}}",
             HEADS.0,
             HEADS.1,
-            d.sequences.tokens_q,
             t.by,
             tflops / of,
         );
@@ -107,10 +106,11 @@ fn shares(ctx: &CudaContext, s: &Stream, (alone, n): (usize, usize)) -> Result<(
         turns.push(Turn::new(name, pairs(d).to_string(), Box::new(launch)));
     }
     take_turns(ctx, s, &mut turns)?;
-    print(ctx, "share of cp_attention", &all[0].2, turns)
+    print(ctx, "share of cp_attention", n, turns)
 }
 
-/// One rank: the kernel without gates, and the one with them, whose tiles are of 128 keys.
+/// One rank: the kernel without gates, and the one with them, whose tiles are of 128 keys, in a
+/// launch of a team, with its `enter` and the check for faults behind it.
 fn gates(ctx: &CudaContext, s: &Stream, n: usize) -> Result<()> {
     let world = World::solo(WorldCfg::default())?;
     let heap = world.everyone("gates")?.heap(BackendKind::Vmm, HeapCfg::new(64 << 20))?;
@@ -129,7 +129,7 @@ fn gates(ctx: &CudaContext, s: &Stream, n: usize) -> Result<()> {
         Turn::new("gated, no peers, tiles of 128 keys", pairs, Box::new(by_gated)),
     ];
     take_turns(ctx, s, &mut turns)?;
-    print(ctx, "gates", &d, turns)
+    print(ctx, "gates", n, turns)
 }
 
 pub fn main() -> Result<()> {
@@ -138,9 +138,12 @@ pub fn main() -> Result<()> {
     let documents = if asked.is_empty() { DOCUMENTS.to_vec() } else { asked };
     let ctx = CudaContext::new(0)?;
     let stream = Stream::on(&ctx)?;
+    if let Some(bad) = documents.iter().find(|n| !n.is_multiple_of(256)) {
+        return Err(Error::invalid("rows are a multiple of 256: whole tiles").seen(bad));
+    }
     let alone = documents.iter().fold(ALONE, |least, n| least.min(*n));
     // Two chunks of whole tiles at least.
-    for n in [(alone / 4).max(256), alone] {
+    for n in [(alone / 1024 * 256).max(256), alone] {
         gates(&ctx, &stream, n)?;
     }
     documents.into_iter().try_for_each(|n| shares(&ctx, &stream, (alone, n)))

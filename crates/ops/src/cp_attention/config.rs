@@ -92,13 +92,14 @@ impl FromStr for Strategy {
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum KeyOrder {
-    /// A rank's own keys first, then the others as they come.
+    /// A rank's own keys first, then those of the rank before it, whose first push is to it, and so
+    /// on: the order in which they should come. When they come changes no bit.
     #[default]
     Arrival,
     /// Ascending in the global rows, by tiles that begin at multiples of 128 rows of a sequence:
     /// out and lse have the same bits on any number of ranks, one among them. Each rank's rows of
     /// each sequence must begin there, too, and the mask must show whole sequences or all keys up
-    /// to the query. Gradients are not made in that order.
+    /// to the query, of the same sequences. Gradients are not made in that order.
     Canonical,
 }
 
@@ -111,8 +112,8 @@ pub struct CpConfig {
     pub tiles: AttnConfig,
     /// On devices, of `all_gather` alone: the forward pass is one kernel, which waits for each
     /// rank's keys where it meets them. It needs sm_90a, heads that the kernel for it has
-    /// ([`AttnBackend::Hopper`](crate::attention::AttnBackend)), at most 32 ranks, and outputs that
-    /// begin at multiples of 16 bytes. The host has one algorithm anyway.
+    /// ([`AttnBackend::Hopper`](crate::attention::AttnBackend)), at most 32 ranks, and q, k, v and
+    /// out that begin at multiples of 16 bytes. The host has one algorithm anyway.
     #[serde(default)]
     pub gated: bool,
     /// Another order than that of arrival needs gates.
@@ -141,6 +142,11 @@ impl CpConfig {
         if self.order == KeyOrder::Canonical && !self.gated {
             return Err(Error::invalid("keys in the canonical order need gates")
                 .hint("set `gated`, and the strategy all_gather"));
+        }
+        let mask = &d.attn.mask;
+        let window = mask.left.is_some() || mask.right.is_some_and(|right| right > 0);
+        if self.order == KeyOrder::Canonical && window {
+            return Err(Error::invalid("a window ends within tiles of the canonical order"));
         }
         Ok(())
     }

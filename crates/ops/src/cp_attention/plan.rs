@@ -249,9 +249,6 @@ impl CpAttentionPlan {
     ) -> Result<Pending<AttnOut>> {
         let (seqs, rows) = self.check(inputs).map_err(|e| e.op(OP))?;
         out.check(&self.desc.attn, rows, inputs).map_err(|e| e.op(OP))?;
-        if let Some(used) = self.cuda.get() {
-            device::check_aligned(&used.by, inputs, &out).map_err(|e| e.op(OP))?;
-        }
         stream.in_launch(|| {
             let seq = self.launch(stream, (inputs, seqs, rows), Work::Forward(out.clone()))?;
             self.core.pending(out, LaunchAt { stream, seq })
@@ -293,7 +290,7 @@ impl CpAttentionPlan {
         match cuts_tiles(&self.desc, s, self.core.team().size(), WHOLE) {
             Some(why) => {
                 Err(Error::invalid(format!("the canonical order needs whole tiles: {why}"))
-                    .hint("pad sequences, so that every chunk has a multiple of 128 rows"))
+                    .hint("pad sequences, so that every chunk begins at a multiple of 128 rows"))
             }
             None => Ok(()),
         }
@@ -369,6 +366,7 @@ impl CpAttentionPlan {
         let (core, desc, signals) = (&self.core, &self.desc, &*self.signals);
         let (strategy, me, size) = (p.sizes.strategy, core.team().rank(), core.team().size());
         device::together(stream, x, work).map_err(|e| e.op(OP))?;
+        device::check_aligned(p, x, work).map_err(|e| e.op(OP))?;
         let sched = &*self.schedules.get((desc, strategy), (seqs, rows), (me, size));
         let at = core.begin_on(stream, format_args!("{} {seqs}", work.name()))?;
         let buffers = &self.buffers;

@@ -137,8 +137,8 @@ fn needed(queries: &Queries<'_>, spans: &[Range<usize>], sequences: &[Range<usiz
     needed
 }
 
-/// Returns why tiles of `tile` rows are not the same on any number of ranks; none if they are: each
-/// rank's rows of a sequence begin at a multiple of that, and no mask cuts chunks elsewhere.
+/// Returns why tiles of `tile` rows are not the same on any number of ranks under a mask without a
+/// window; none if they are: each rank's rows of a sequence begin at a multiple of that.
 pub(super) fn cuts_tiles(
     d: &CpAttentionDesc,
     s: &Sequences,
@@ -146,13 +146,13 @@ pub(super) fn cuts_tiles(
     tile: usize,
 ) -> Option<String> {
     let (mask, whole) = (&d.attn.mask, (s.tokens_q, &s.q) == (s.tokens_kv, &s.kv));
-    if mask.left.is_some() || mask.right.is_some_and(|right| right > 0 || !whole) {
-        return Some(format!("{mask:?} ends within tiles"));
+    if mask.right.is_some() && !whole {
+        return Some("under a causal mask queries and keys have other sequences".to_owned());
     }
     let cut = |spans: Vec<Range<usize>>, sequences: &[Range<usize>]| {
         by_sequence(&spans, sequences).into_iter().find_map(|span| {
-            let of = sequences.iter().find(|s| s.contains(&span.start))?;
-            let at = span.start - of.start;
+            let of = &sequences.get(sequences.partition_point(|s| s.end <= span.start))?;
+            let at = span.start.checked_sub(of.start)?;
             (!at.is_multiple_of(tile)).then_some(at)
         })
     };
@@ -343,11 +343,13 @@ mod tests {
             (Layout::Zigzag, &[0, 20][..], causal, "row 15 of"),
             (Layout::Zigzag, &[0, 3, 16], causal, "row 9 of"),
             (Layout::ZigzagPerSequence, &[0, 16, 24], causal, "row 6 of"),
-            (Layout::Zigzag, &[0, 16], AttnMask::window(3, 0), "within tiles"),
-            (Layout::Zigzag, &[0, 16], AttnMask::window(0, 2), "within tiles"),
         ] {
             let said = of(layout, cu, mask).unwrap_or_default();
             assert!(said.contains(why), "{layout:?} {cu:?}: {said}");
         }
+        let seqs = Sequences::packed(&[0, 16], &[0, 32]).unwrap();
+        let attn = AttentionDesc::new(16, (1, 1), 8, DType::BF16, causal);
+        let d = CpAttentionDesc::new(AttentionDesc { sequences: seqs.clone(), ..attn });
+        assert!(cuts_tiles(&d, &seqs, 2, 4).is_some_and(|why| why.contains("other sequences")));
     }
 }

@@ -42,9 +42,9 @@ impl DeviceHeap {
         Ok(Self { heap: heap.clone(), store: store.clone() })
     }
 
-    /// Returns the team with its peers' addresses, where GPUs reach each other.
+    /// Returns the team with its peers' addresses, where GPUs reach each other, or nobody else is.
     pub(super) fn reach(&self) -> Option<DeviceTeam> {
-        self.store.near.then(|| DeviceTeam(self.clone()))
+        (self.store.near || self.team().size() == 1).then(|| DeviceTeam(self.clone()))
     }
 
     /// Returns the heap.

@@ -7,13 +7,14 @@ use tilewire_device::cuda::{CudaContext, CudaMemory};
 use super::fp8::Fp8;
 use super::nccl::Exchange;
 use crate::attention::device::{Gated, Merge, Needs, Prepared as Attention, kernel_desc};
-use crate::attention::{AttentionDesc, AttnBackend, AttnInputs, AttnOut};
+use crate::attention::{AttentionDesc, AttnBackend, AttnInputs};
 use crate::common::PlanCore;
 use crate::common::cuda::{no_kernel, workspace};
 use crate::common::lanes::Lane;
 use crate::common::reduce::Reducer;
 use crate::cp_attention::config::{CpConfig, KeyOrder, Strategy};
 use crate::cp_attention::desc::CpAttentionDesc;
+use crate::cp_attention::launch::Work;
 use crate::cp_attention::pieces::Sizes;
 use crate::cp_attention::schedule::most_segments;
 
@@ -71,11 +72,9 @@ impl Memory {
 pub(in crate::cp_attention) fn check_aligned(
     p: &Prepared,
     x: &AttnInputs,
-    o: &AttnOut,
+    work: &Work,
 ) -> Result<()> {
-    if p.gated.is_none() {
-        return Ok(());
-    }
+    let (Work::Forward(o), Some(_)) = (work, &p.gated) else { return Ok(()) };
     for (name, t) in [("q", &x.q.data), ("k", &x.k.data), ("v", &x.v.data), ("out", &o.out)] {
         if !t.cuda()?.addr().is_multiple_of(16) {
             let text = format!("`{name}` does not begin at a multiple of 16 bytes");
