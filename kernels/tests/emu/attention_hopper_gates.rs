@@ -470,26 +470,26 @@ pub fn faults(lib: &'static Lib) {
         |g: &Gated, seed, at_start: &dyn Fn(&Team)| run(lib, g, D64, (how, seed), at_start).team;
     let go = |seed, at_start: &dyn Fn(&Team)| of(&g, seed, at_start);
     let code = |t: &Team, (reason, about): (u64, u64)| t.code(1, about as usize, reason);
-    let told = |t: &Team| [0, 2, 3].map(|r| t.abort(r, 1));
+    let aborted = |t: &Team| [0, 2, 3].map(|r| t.abort(r, 1));
     // A deadline: the report names the rank, the slot and the counts.
     let t = go(1, &|_| ());
     let r = t.report(1).expect("a report");
     assert_eq!((r.reason, r.peer, r.slot), (1, 2, SLOT));
     assert_eq!((r.expected, r.seen, r.barrier), (BEFORE + 1, BEFORE, false));
     assert_eq!(t.fault(1), code(&t, DEADLINE));
-    assert_eq!(told(&t), [t.fault(1); 3]);
+    assert_eq!(aborted(&t), [t.fault(1); 3]);
     // A peer that has left: its signals may be on their way for a second.
     let slow = Gated { silent: vec![0, 2, 3], tick_ns: 1000, ..g.clone() };
     let t = of(&slow, 2, &|t| t.ranks[1].pinned.set(0, 16, 1 << 2));
     assert_eq!((t.fault(1), t.report(1).unwrap().peer), (code(&t, GONE), 2));
     // The abort of a peer, passed on as it is.
     let t = go(3, &|t| t.set_abort(1, 3, t.code(3, 0, 4)));
-    assert_eq!((t.fault(1), told(&t)), (t.code(3, 0, 4), [t.code(3, 0, 4); 3]));
+    assert_eq!((t.fault(1), aborted(&t)), (t.code(3, 0, 4), [t.code(3, 0, 4); 3]));
     // The host's.
     let t = go(4, &|t| t.ranks[1].pinned.set(0, 0, t.code(1, 1, 6)));
     assert_eq!(t.fault(1), t.code(1, 1, 6));
     // A team that was over before.
     let t = go(5, &|t| t.ranks[1].fault.set(0, 0, t.code(1, 0, 5)));
-    assert_eq!((t.fault(1), t.report(1), told(&t)), (t.code(1, 0, 5), None, [0; 3]));
+    assert_eq!((t.fault(1), t.report(1), aborted(&t)), (t.code(1, 0, 5), None, [0; 3]));
     assert_eq!(LAYOUT.report, 64, "words of a report");
 }

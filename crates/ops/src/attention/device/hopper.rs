@@ -47,6 +47,17 @@ pub(super) fn map(dtype: DType, cols: usize, ld: i64, rows: usize) -> TensorMapD
     }
 }
 
+/// The maps of q, of k, of v and of out: boxes of `keys` rows of k and v.
+pub(super) fn described(d: &AttentionDesc, p: &TwAttn, keys: usize) -> [TensorMapDesc; 4] {
+    let (q, kv) = (d.heads_q, d.heads_kv);
+    [
+        map(d.dtype, q * d.dqk, p.ld_q, TILE_M),
+        map(d.dtype, kv * d.dqk, p.ld_k, keys),
+        map(d.dtype, kv * d.dv, p.ld_v, keys),
+        map(stored(p), q * d.dv, p.ld_o, STORE_ROWS),
+    ]
+}
+
 /// Returns the type of the maps of results. Those of f32 are stored without: any will do.
 pub(super) fn stored(p: &TwAttn) -> DType {
     if p.out_type == OUT_F16 { DType::F16 } else { DType::BF16 }
@@ -150,11 +161,7 @@ impl Hopper {
 
     /// The tensor maps of q, k, v and out, as `attention/sm90_attention.cu` wants them.
     fn maps(&self, d: &AttentionDesc, p: &TwAttn) -> Result<[RawTensorMap; 4]> {
-        let keys = self.variant.keys();
-        let q = map(d.dtype, d.heads_q * d.dqk, p.ld_q, TILE_M);
-        let k = map(d.dtype, d.heads_kv * d.dqk, p.ld_k, keys);
-        let v = map(d.dtype, d.heads_kv * d.dv, p.ld_v, keys);
-        let out = map(stored(p), d.heads_q * d.dv, p.ld_o, STORE_ROWS);
+        let [q, k, v, out] = described(d, p, self.variant.keys());
         // Without a row of keys they have no address, and nothing is read.
         let or_q = |addr: u64| if addr == 0 { p.q } else { addr };
         let any = usize::MAX;

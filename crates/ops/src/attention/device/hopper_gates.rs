@@ -8,13 +8,13 @@ use tilewire_device::cuda::{
     CudaContext, CudaModule, CudaStream, Grid, Kernel, LaunchArgs, RawTensorMap,
 };
 use tilewire_kernels::abi::{TwAttn, TwGates, TwSeg, TwTeam};
-use tilewire_kernels::attention::hopper::{STORE_ROWS, THREADS, TILE_M};
+use tilewire_kernels::attention::hopper::{THREADS, TILE_M};
 #[cfg(doc)]
 use tilewire_kernels::attention::hopper_gates::WHOLE;
 use tilewire_kernels::attention::hopper_gates::{GATES, HopperGated, SM90_ATTENTION_GATED};
 
 use super::forward::core_lacks;
-use super::hopper::{Hopper, map, order, stored, unfit, variant};
+use super::hopper::{Hopper, described, order, unfit, variant};
 use super::queue::{Prepared, aligned, with_tables};
 use crate::attention::table::number_tiles;
 use crate::attention::{AttentionDesc, AttnBackend};
@@ -127,11 +127,7 @@ impl Gated {
 
     /// The tensor maps of q, k, v, out and my k and v.
     fn maps(&self, d: &AttentionDesc, p: &TwAttn, own: [u64; 2]) -> Result<[RawTensorMap; 6]> {
-        let keys = self.variant.keys();
-        let q = map(d.dtype, d.heads_q * d.dqk, p.ld_q, TILE_M);
-        let k = map(d.dtype, d.heads_kv * d.dqk, p.ld_k, keys);
-        let v = map(d.dtype, d.heads_kv * d.dv, p.ld_v, keys);
-        let out = map(stored(p), d.heads_q * d.dv, p.ld_o, STORE_ROWS);
+        let [q, k, v, out] = described(d, p, self.variant.keys());
         // Without a row of keys they have no address, and nothing is read.
         let or_q = |addr: u64| if addr == 0 { p.q } else { addr };
         let any = usize::MAX;
