@@ -19,4 +19,4 @@ pub(crate) use fp8::{Wide, kernel_desc};
 pub(crate) use hopper_gates::{Gated, Keys};
 pub(crate) use local::Local;
 pub(crate) use merge::{Merge, Parts};
-pub(crate) use queue::{Prepared, inputs, inputs_bwd, param, param_bwd, part};
+pub(crate) use queue::{Prepared, aligned, inputs, inputs_bwd, param, param_bwd, part};

@@ -518,7 +518,7 @@ pub(crate) fn param(d: &AttentionDesc, x: &AttnInputs, rows: LocalRows) -> Resul
 
 /// The kernels copy 16 bytes at a time; rows are multiples of that, so only beginnings can be
 /// wrong.
-pub(super) fn aligned(d: &AttentionDesc, tensors: &[(&str, u64)]) -> Result<()> {
+pub(crate) fn aligned(d: &AttentionDesc, tensors: &[(&str, u64)]) -> Result<()> {
     match tensors.iter().find(|(_, at)| at % 16 != 0) {
         Some((what, _)) if variant(d, false).is_some() => {
             Err(Error::invalid(format!("`{what}` does not begin at a multiple of 16 bytes"))

@@ -1,12 +1,12 @@
 //! The results of `prepare` on a device: kernels and private memory.
 
-use tilewire_core::{DType, Error, Result};
+use tilewire_core::{DType, Result};
 use tilewire_device::Stream;
 use tilewire_device::cuda::{CudaContext, CudaMemory};
 
 use super::fp8::Fp8;
 use super::nccl::Exchange;
-use crate::attention::device::{Gated, Merge, Needs, Prepared as Attention, kernel_desc};
+use crate::attention::device::{Gated, Merge, Needs, Prepared as Attention, aligned, kernel_desc};
 use crate::attention::{AttentionDesc, AttnBackend, AttnInputs};
 use crate::common::PlanCore;
 use crate::common::cuda::{no_kernel, workspace};
@@ -75,13 +75,8 @@ pub(in crate::cp_attention) fn check_aligned(
     work: &Work,
 ) -> Result<()> {
     let (Work::Forward(o), Some(_)) = (work, &p.gated) else { return Ok(()) };
-    for (name, t) in [("q", &x.q.data), ("k", &x.k.data), ("v", &x.v.data), ("out", &o.out)] {
-        if !t.cuda()?.addr().is_multiple_of(16) {
-            let text = format!("`{name}` does not begin at a multiple of 16 bytes");
-            return Err(Error::invalid(text).hint("copy it to a tensor of its own"));
-        }
-    }
-    Ok(())
+    let [q, k, v] = [&x.q, &x.k, &x.v].map(|t| t.data.cuda().map(|m| m.addr()));
+    aligned(&p.desc, &[("q", q?), ("k", k?), ("v", v?), ("out", o.out.cuda()?.addr())])
 }
 
 /// The kernel whose forward pass waits for keys itself.

@@ -279,13 +279,11 @@ impl DeviceRun<'_> {
         self.begin_keys(false)?;
         self.keep();
         let base = self.own_operands(base)?;
-        let canonical = op.p.config.order == KeyOrder::Canonical;
-        if let (Some(gated), true) = (&op.p.gated, canonical) {
-            return self.forward_gated(&base, gated);
-        }
         let tables = self.pieces().own_tables(op.seqs);
-        // The kernels store 16 bytes of a result at a time, the merge one element.
-        if !op.sched.sees_others() && base.out.is_multiple_of(16) {
+        // The kernels store 16 bytes of a result at a time, the merge one element. In the canonical
+        // order tiles are others.
+        let canonical = op.p.config.order == KeyOrder::Canonical;
+        if !op.sched.sees_others() && base.out.is_multiple_of(16) && !canonical {
             op.p.attention.forward(self.main(), d, &base, tables)?;
             return self.wait_keys();
         }
