@@ -10,6 +10,7 @@ use bytemuck::{Pod, Zeroable};
 
 use crate::attention::hopper::FEW;
 use crate::attention::hopper_gates::GATES;
+use crate::attention::split::SPLIT_FEW;
 use crate::attention::{REFUSED, TABLE};
 pub use crate::layout::{Field, Layout};
 use crate::portable::{COLLECTIVE_RANKS, MOVE_SEGMENTS};
@@ -334,13 +335,14 @@ abi! {
         bias_skv: u32,
         left: i32,
         right: i32,
-        scale: f32,
-        softcap: f32,
-        keep: f32,
+        scale: f32, softcap: f32, keep: f32,
         out_type: u32,
-        dqk: u32,
-        dv_dim: u32,
-        in_type: u32,
+        dqk: u32, dv_dim: u32, in_type: u32,
+    }
+
+    /// Results over pieces of the keys, and few segments.
+    "attention/sm80_attention_split.cu" TwSplit {
+        parts: u64, ends: u64, tiles: u32, few: u32, own: [TwSeg; SPLIT_FEW], other: [TwSeg; SPLIT_FEW],
     }
 
     /// The order in which the kernels for sm_90a take tiles, and few segments.

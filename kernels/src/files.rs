@@ -27,6 +27,7 @@ files![
     "attention/segments.cuh",
     "attention/sequences.cu",
     "attention/sm80_attention.cu",
+    "attention/sm80_attention_split.cu",
     "attention/sm90_attention.cu",
     "attention/sm90_attention_bwd.cu",
     "attention/sm90_attention_gated.cu",

@@ -191,6 +191,7 @@ pub const ALL: &[Source] = &[
     attention::SM80_ATTENTION,
     attention::PLAIN_ATTENTION,
     attention::SEQUENCES,
+    attention::split::SM80_ATTENTION_SPLIT,
     attention::hopper::SM90_ATTENTION,
     attention::hopper::SM90_ATTENTION_BWD,
     attention::hopper_fused::SM90_ATTENTION_GRADS,

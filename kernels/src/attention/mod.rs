@@ -5,10 +5,12 @@ use crate::Source;
 pub mod hopper;
 pub mod hopper_fused;
 pub mod hopper_gates;
+pub mod split;
 
 use hopper::{HopperGrad, HopperVariant, SM90_ATTENTION, SM90_ATTENTION_BWD};
 use hopper_fused::{HopperFused, SM90_ATTENTION_GRADS};
 use hopper_gates::{HopperGated, SM90_ATTENTION_GATED};
+use split::{SM80_ATTENTION_SPLIT, Split};
 
 /// Attention of 16-bit types on any GPU from sm_80 on. See [`Variant`] for its definitions.
 pub const SM80_ATTENTION: Source = Source {
@@ -268,6 +270,7 @@ pub fn attention() -> Vec<(Source, Vec<(String, u64)>)> {
         .chain(gated)
         .chain(grads)
         .chain(fused)
+        .chain(Split::all().into_iter().map(|v| (SM80_ATTENTION_SPLIT, v.defines())))
         .chain([(SEQUENCES, Vec::new())])
         .collect()
 }

@@ -61,15 +61,18 @@ struct TwAttn {
 #define TW_LN2 0.6931471805599453f
 #define TW_INF __uint_as_float(0x7f800000u)
 
-// The one of `num` own segments that tile `t` is of, by bisection.
-__device__ __forceinline__ TwSeg tw_own(const TwSeg* own, u32 num, u32 t) {
+// The index of the one of `num` own segments that tile `t` is of, by bisection.
+__device__ __forceinline__ u32 tw_own_index(const TwSeg* own, u32 num, u32 t) {
     u32 lo = 0, hi = num;
     while (hi - lo > 1) {
         const u32 mid = (lo + hi) / 2;
         if (own[mid].tile <= t) lo = mid;
         else hi = mid;
     }
-    return own[lo];
+    return lo;
+}
+__device__ __forceinline__ TwSeg tw_own(const TwSeg* own, u32 num, u32 t) {
+    return own[tw_own_index(own, num, t)];
 }
 
 // A tile of rows of the other side.

@@ -500,6 +500,22 @@ impl Case {
         seed: u64,
         launch: impl FnOnce(&TwAttn, [&[TwSeg]; 2], u64) -> Launch<'a>,
     ) -> (Vec<u8>, Vec<f32>) {
+        let (own, other, tiles) = self.tables(true, on.tiles.fwd.m);
+        let segs = [&own[..], &other[..]];
+        self.check_tables(on, seed, (&own, &other, tiles), &[], |p, counter| {
+            vec![launch(p, segs, counter)]
+        })
+    }
+
+    /// The same by several launches, with tables as they are and `more` memory.
+    pub fn check_tables<'a>(
+        &self,
+        on: &Build,
+        seed: u64,
+        (own, other, tiles): (&[TwSeg], &[TwSeg], u32),
+        more: &[&Memory],
+        launches: impl FnOnce(&TwAttn, u64) -> Vec<Launch<'a>>,
+    ) -> (Vec<u8>, Vec<f32>) {
         let (ty, (hq, hkv)) = (Self::narrow(on), self.heads);
         let [q, k, v] = self.inputs(on);
         let tensor = |name, of_q, mut x: Vec<f32>, width| {
@@ -516,8 +532,7 @@ impl Case {
         let bias = self.bias_memory();
         let sinks: Vec<f32> = (0..hq).map(Self::sink_of).collect();
         let sink = Self::memory("sink", Type::F32, &sinks, 1, 0);
-        let (own, other, tiles) = self.tables(true, on.tiles.fwd.m);
-        let (own_m, other_m) = (Self::table("own", &own), Self::table("other", &other));
+        let (own_m, other_m) = (Self::table("own", own), Self::table("other", other));
         let p = TwAttn {
             q: q.addr(),
             k: k.addr(),
@@ -533,9 +548,10 @@ impl Case {
             ..self.param(on)
         };
         let counter = Memory::new("counter", ANY, 4);
-        let launch = launch(&p, [&own, &other], counter.addr());
+        let launches = launches(&p, counter.addr());
         let memory = [&q, &k, &v, &out, &lse, &bias, &sink, &own_m, &other_m, &counter];
-        let mut run = Run::new(seed).memory(memory).stream(0, vec![launch]);
+        let memory = memory.into_iter().chain(more.iter().copied());
+        let mut run = Run::new(seed).memory(memory).stream(0, launches);
         run.warp_pauses = seed % 4 > 1;
         run.yield_permille = if seed.is_multiple_of(2) { 200 } else { 5 };
         run.go().unwrap_or_else(|e| panic!("{self:?}: {e}"));

@@ -18,6 +18,7 @@ mod attention_hopper_grad_mutants;
 mod attention_hopper_mutants;
 mod attention_mutants;
 mod attention_sequences;
+mod attention_split;
 mod bulk_copies;
 mod collective;
 mod collective_kernels;
@@ -117,6 +118,7 @@ fn all_tests() -> Vec<Test> {
         attention_hopper_mutants::TESTS,
         attention_mutants::TESTS,
         attention_sequences::TESTS,
+        attention_split::TESTS,
         reduce::TESTS,
         collective::TESTS,
         collective_kernels::TESTS,
