@@ -17,6 +17,7 @@ use tilewire_kernels::attention::hopper::{
     HopperGrad, HopperVariant, SM90_ATTENTION, SM90_ATTENTION_BWD,
 };
 use tilewire_kernels::attention::hopper_fused::SM90_ATTENTION_GRADS;
+use tilewire_kernels::attention::hopper_gates::{HopperGated, SM90_ATTENTION_GATED};
 use tilewire_kernels::portable::portable;
 use tilewire_kernels::{ALL, Source};
 
@@ -139,6 +140,12 @@ fn expected(s: &Source, defines: &[(String, u64)], name: &str) -> Counts {
             "tw_hopper_attn_dk" => [(v.dqk + v.dv) / 16, v.queries.rows / 16, 2, 0, 0],
             _ => [v.dqk / 16, v.queries.rows / 16, 2, 0, 0],
         };
+    }
+    if s.name == SM90_ATTENTION_GATED.name {
+        let all = HopperGated::all();
+        let v = all.iter().find(|v| v.defines() == defines).expect("a variant of the list");
+        // As without gates. A loader fences behind a gate, in two places where it loads keys.
+        return [3 * v.base.dqk / 16, 3 * v.keys() / 16, 2, 0, 2];
     }
     if s.name != SM90_ATTENTION.name {
         // 64 elements of k are four products. The barriers stand where the blocks of a cluster meet
