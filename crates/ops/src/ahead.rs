@@ -6,6 +6,7 @@ use tilewire_device::jit::KernelSpec;
 use tilewire_kernels::attention::hopper::{SM90_ATTENTION, SM90_ATTENTION_BWD};
 use tilewire_kernels::attention::hopper_fused::SM90_ATTENTION_GRADS;
 use tilewire_kernels::attention::hopper_gates::SM90_ATTENTION_GATED;
+use tilewire_kernels::attention::split::SM80_ATTENTION_SPLIT;
 use tilewire_kernels::attention::{PLAIN_ATTENTION, SM80_ATTENTION};
 use tilewire_kernels::hopper::{Epilogue, HOPPER_GEMM, HOPPER_GROUPED_GEMM, HOPPER_SUM_PARTS};
 use tilewire_kernels::portable::EP_UNEVEN;
@@ -45,8 +46,8 @@ fn specs_of(arch: &str, core: bool, dtype: DType, heads: &[(usize, usize)]) -> V
     };
     // Plans of one product need one or two of the many variants, each of which takes seconds.
     let mut others = vec![SM80_ATTENTION, PLAIN_ATTENTION, SM90_ATTENTION, SM90_ATTENTION_BWD];
-    // No model asks for gradients by one kernel, or for gates.
-    others.extend([SM90_ATTENTION_GRADS, SM90_ATTENTION_GATED]);
+    // No model asks for gradients by one kernel, for gates, or for few queries over many keys.
+    others.extend([SM90_ATTENTION_GRADS, SM90_ATTENTION_GATED, SM80_ATTENTION_SPLIT]);
     others.extend([HOPPER_GEMM, HOPPER_SUM_PARTS]);
     if !core {
         others.push(HOPPER_GROUPED_GEMM);

@@ -8,6 +8,8 @@ mod attention;
 mod attention_fused;
 #[path = "gpu/attention_hopper.rs"]
 mod attention_hopper;
+#[path = "gpu/attention_split.rs"]
+mod attention_split;
 #[path = "gpu/attention_streams.rs"]
 mod attention_streams;
 #[path = "gpu/calls.rs"]

@@ -9,8 +9,10 @@ use tilewire_core::{Error, Result};
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Hash)]
 pub enum AttnBackend {
     /// The kernels for sm_90a where they support the description, on whole GPUs, and the documents
-    /// are not shorter than 96 rows on average; else the portable kernels, also with softcap, bias,
-    /// dropout or a scale that is not positive.
+    /// are not shorter than 96 rows on average; else the portable kernels. Forward, where all
+    /// sequences of the plan and of the launch have at most 16 queries, kernels that cut the keys
+    /// into pieces: bf16 or f16, head dimensions that are multiples of 8 up to 256, a positive
+    /// scale, no softcap, bias or dropout, and sequences that the host knows.
     #[default]
     Auto,
     /// tilewire's kernels for sm_80 and newer: every type, head dimension and option.

@@ -27,6 +27,7 @@
 //! | kernel | `kernels/src/attention/sm80_attention.cu` |
 //! |  | `kernels/src/attention/sm90_attention.cu` |
 //! |  | `kernels/src/attention/sm90_attention_bwd.cu` |
+//! |  | `kernels/src/attention/sm80_attention_split.cu` |
 //! |  | `kernels/src/attention/plain_attention.cu` |
 //! |  | `kernels/src/attention/sequences.cu` |
 //! | oracle | `crates/oracle/src/attention/mod.rs` |
@@ -42,6 +43,7 @@ mod offsets;
 mod plan;
 mod schedule;
 mod sequences;
+mod split;
 pub(crate) mod table;
 #[cfg(test)]
 mod tests;

@@ -8,6 +8,7 @@ use tilewire_core::{DType, Error, ErrorKind, Result};
 use tilewire_device::cuda::{CudaContext, CudaMemory, CudaModule, CudaStream};
 use tilewire_device::jit::KernelSpec;
 use tilewire_device::{Device, Stream, Tensor};
+use tilewire_kernels::attention::split::SM80_ATTENTION_SPLIT;
 use tilewire_kernels::attention::{PLAIN_ATTENTION, SM80_ATTENTION};
 use tilewire_kernels::{SM80_GEMM, SM80_GROUPED_GEMM, Source, variants};
 
@@ -198,7 +199,8 @@ pub(crate) fn load(
     defines: Vec<(String, u64)>,
 ) -> Result<CudaModule> {
     let spec = spec(source, defines, &ctx.arch()?);
-    let any = [SM80_ATTENTION.name, PLAIN_ATTENTION.name].contains(&source.name);
+    let any = [SM80_ATTENTION, SM80_ATTENTION_SPLIT, PLAIN_ATTENTION];
+    let any = any.iter().any(|s| s.name == source.name);
     debug_assert!(any || is_listed(&spec), "{} is used in a variant that nobody lists", spec.name);
     ctx.module(&spec)
 }
@@ -369,6 +371,7 @@ mod tests {
             "REDUCE",
             "SEQUENCES",
             "SM80_ATTENTION",
+            "SM80_ATTENTION_SPLIT",
             "SM80_GEMM",
             "SM80_GROUPED_GEMM",
             "SM90_ATTENTION",

@@ -36,7 +36,7 @@ impl Local {
         }
         let kernels = Arc::new(kernels);
         let k = kernels.clone();
-        let spaces = Workspaces::new(ctx, move |ctx| Space::new(ctx, &k.sizes));
+        let spaces = Workspaces::new(ctx, move |ctx| Space::new(ctx, &k.sizes, k.split.as_ref()));
         let sums = kernels.sizes.sums;
         let sums = sums.map(|sizes| Workspaces::new(ctx, move |ctx| Sums::new(ctx, sizes)));
         Ok(Self { kernels, spaces, sums })
@@ -82,13 +82,18 @@ impl Local {
         let p = TwAttn { out: addr(&out.out)?, lse: addr(&out.lse)?, ..param(d, x, rows)? };
         let held = [inputs(x), vec![out.out.clone(), out.lse.clone()]].concat();
         let tables = x.offsets.is_none().then(|| whole(seqs));
+        let cut = self.kernels.split.as_ref().is_some_and(|s| s.takes(seqs));
         if let Some(few) =
-            tables.as_ref().filter(|t| !d.dtype.is_fp8() && self.kernels.takes_few(t))
+            tables.as_ref().filter(|t| !cut && !d.dtype.is_fp8() && self.kernels.takes_few(t))
         {
             return holding(stream, held, || self.kernels.attend_few(stream, d, &p, few.clone()));
         }
         self.with(stream, |by| {
             holding(stream, by.held(held), || {
+                let split = by.kernels.split.as_ref().filter(|s| s.takes(seqs));
+                if let (Some(s), Some(pieces), Some((q, kv))) = (split, &by.space.pieces, &tables) {
+                    return by.split(stream, d, &p, (s, pieces), (q, kv));
+                }
                 let p = by.widened(stream, d, (x, rows), p)?;
                 let (Some(o), None) = (&x.offsets, &tables) else {
                     return by.forward(stream, d, &p, tables.unwrap_or_default());

@@ -1,6 +1,7 @@
 //! Attention on CUDA devices, by the portable kernels (`kernels/src/attention`), and by those for
 //! sm_90a where they are asked for.
 
+mod few;
 mod forward;
 mod fp8;
 mod fused;
@@ -13,6 +14,7 @@ mod merge;
 mod offsets;
 mod queue;
 mod space;
+mod split;
 
 pub(crate) use forward::{Needs, units};
 pub(crate) use fp8::{Wide, kernel_desc};

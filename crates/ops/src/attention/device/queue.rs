@@ -22,6 +22,7 @@ use super::hopper_fused::Fused;
 use super::hopper_grad::{self, Gradients};
 use super::offsets::{ByOffsets, Place, Side, table_bytes};
 use super::space::{Sizes, Space};
+use super::split::SplitKeys;
 use crate::attention::desc::bound;
 use crate::attention::table::number_tiles;
 use crate::attention::{AttentionDesc, AttnBackend, AttnGrads, AttnInputs, AttnSaved, LocalRows};
@@ -63,6 +64,8 @@ pub(super) struct Kernels {
     pub forward: Forward,
     pub backward: Backward,
     pub by_offsets: ByOffsets,
+    /// Those of launches whose sequences have few queries.
+    pub split: Option<SplitKeys>,
     pub sizes: Sizes,
 }
 
@@ -180,7 +183,8 @@ impl Kernels {
         // Tables of offsets have up to four segments a sequence.
         let needs = Needs { queries, pieces: (4, 1), dkv: d.out, out: d.out };
         if !d.dtype.is_fp8() {
-            return Self::sized(ctx, d, &needs, backend);
+            let split = SplitKeys::new(ctx, d, backend)?;
+            return Ok(Self { split, ..Self::sized(ctx, d, &needs, backend)? });
         }
         if backend == AttnBackend::Hopper {
             return Err(not_by_hopper(&hopper::unfit(d).unwrap_or_default()));
@@ -202,13 +206,16 @@ impl Kernels {
             forward: Forward::new(ctx, d, needs, backend)?,
             backward: Backward::new(ctx, d, needs, backend)?,
             by_offsets: ByOffsets::new(ctx)?,
+            split: None,
             sizes: Sizes { segs, queries: needs.queries, wide: None, sums: None },
         })
     }
 
     pub fn explain(&self) -> String {
         let fp8 = if self.sizes.wide.is_some() { ", FP8 widened to f32" } else { "" };
-        format!("CUDA, {}{fp8}; backward {}", self.forward.name, self.backward.name)
+        let split =
+            self.split.as_ref().map_or(String::new(), |s| format!("{}, others by ", s.name()));
+        format!("CUDA, {split}{}{fp8}; backward {}", self.forward.name, self.backward.name)
     }
 
     /// Returns whether the forward pass of these rows writes no table: a launch contains them.
@@ -251,7 +258,7 @@ impl Prepared {
         backend: AttnBackend,
     ) -> Result<Self> {
         let kernels = Arc::new(Kernels::sized(ctx, d, needs, backend)?);
-        let space = Arc::new(Space::new(ctx, &kernels.sizes)?);
+        let space = Arc::new(Space::new(ctx, &kernels.sizes, None)?);
         Ok(Self { kernels, space })
     }
 
@@ -263,13 +270,25 @@ impl Prepared {
         mut segs: Vec<TwSeg>,
         rows: u64,
     ) -> Result<Side> {
+        let tiles = number_tiles(&mut segs, rows);
+        let at = self.write_numbered(stream, which, &segs)?;
+        let rows = segs.iter().map(|s| s.len as usize).sum();
+        Ok(Side { at, num: segs.len() as u32, tiles, rows })
+    }
+
+    /// Queues the writing of table `which` as it is; its address.
+    pub(super) fn write_numbered(
+        &self,
+        stream: &CudaStream,
+        which: usize,
+        segs: &[TwSeg],
+    ) -> Result<u64> {
         if segs.len() > self.kernels.sizes.segs {
             return Err(Error::invalid("the launch has more sequences than the plan was made for")
                 .expected(format_args!("at most {} pieces of them", self.kernels.sizes.segs))
                 .seen(segs.len()));
         }
-        let tiles = number_tiles(&mut segs, rows);
-        let at = self.place(which, rows).at;
+        let at = self.place(which, 1).at;
         for (i, part) in segs.chunks(TABLE).enumerate() {
             let to = at + (i * TABLE * size_of::<TwSeg>()) as u64;
             let mut t =
@@ -280,8 +299,7 @@ impl Prepared {
             // inside of the tables (checked above), which are `held` until the kernel has run.
             unsafe { self.kernels.forward.table.launch(stream, Grid::new(1, TABLE as u32), args)? };
         }
-        let rows = segs.iter().map(|s| s.len as usize).sum();
-        Ok(Side { at, num: segs.len() as u32, tiles, rows })
+        Ok(at)
     }
 
     /// Returns table `which`, for tiles of `tile` rows.

@@ -5,6 +5,7 @@ use tilewire_device::cuda::{CudaContext, CudaMemory};
 
 use super::fp8::Wide;
 use super::offsets::table_bytes;
+use super::split::{Pieces, SplitKeys};
 use crate::attention::AttentionDesc;
 use crate::common::cuda::workspace;
 
@@ -55,14 +56,17 @@ pub(super) struct Space {
     pub refused: CudaMemory,
     /// With FP8 inputs of one rank.
     pub wide: Option<Wide>,
+    /// With kernels for few queries.
+    pub pieces: Option<Pieces>,
 }
 
 impl Space {
-    pub fn new(ctx: &CudaContext, sizes: &Sizes) -> Result<Self> {
+    pub fn new(ctx: &CudaContext, sizes: &Sizes, split: Option<&SplitKeys>) -> Result<Self> {
         let Sizes { segs, queries, wide, .. } = sizes;
         let wide = wide.as_ref().map(|(d, rows)| Wide::new(ctx, d, *rows)).transpose()?;
+        let pieces = split.map(|s| s.workspace(ctx)).transpose()?;
         let (tables, delta) =
             (workspace(ctx, 3 * table_bytes(*segs))?, workspace(ctx, 4 * queries)?);
-        Ok(Self { tables, delta, refused: workspace(ctx, 4)?, wide })
+        Ok(Self { tables, delta, refused: workspace(ctx, 4)?, wide, pieces })
     }
 }
