@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""What torch makes of the shapes of `rates attention` and `rates grouped`: the baseline of the same
-call, a line of JSON each.
+"""What torch makes of the shapes of `rates attention`, `rates decode` and `rates grouped`: the
+baseline of the same call, a line of JSON each.
 
 FlashAttention-2 and cuDNN by scaled_dot_product_attention, products of groups by torch._grouped_mm;
 medians of 20, ten behind one another after a rest and a warm-up, and ten once more; random inputs,
-bf16. Takes `attention` or `grouped`.
+bf16. Takes `attention`, `decode` or `grouped`.
 """
 
 import json
@@ -74,6 +74,53 @@ def attention(seq, heads=32, kv_heads=8, dim=128):
             tell(2.5 * flops, bwd, **what, **{"pass": "backward"})
 
 
+COLD_BYTES, LAUNCHES = 400 << 20, 8
+
+
+def decode(num, queries, keys, heads=32, kv_heads=8, dim=128):
+    """Few queries, which see all keys: graphs whose launches take copies of these in turn."""
+    count = 4 * num * keys * kv_heads * dim
+    copies = -(-COLD_BYTES // count) + 1
+    q = random(num, heads, queries, dim)
+    k, v = ([random(num, kv_heads, keys, dim) for _ in range(copies)] for _ in range(2))
+    launches = -(-LAUNCHES // copies) * copies
+    for name, backend in [
+        ("flash attention", SDPBackend.FLASH_ATTENTION),
+        ("cudnn", SDPBackend.CUDNN_ATTENTION),
+    ]:
+        attend = lambda i: scaled_dot_product_attention(q, k[i], v[i], enable_gqa=True)
+        with torch.no_grad(), sdpa_kernel([backend]):
+            attend(0)
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                for i in range(launches):
+                    attend(i % copies)
+        us = time_us(graph.replay) / launches
+        row = {
+            "device": torch.cuda.get_device_name(),
+            "torch": torch.__version__,
+            "work": f"torch {name}",
+            "sequences": num,
+            "queries": queries,
+            "keys": num * keys,
+            "heads": f"{heads}/{kv_heads}",
+            "us": round(us, 2),
+            "tb_per_s": round(count / us / 1e6, 3),
+        }
+        print(json.dumps(row), flush=True)
+
+
+DECODE = [(1, q, kib << 10, 32, 8) for kib in [1, 4, 16, 64, 128] for q in [1, 4, 16]] + [
+    (1, 1, 128 << 10, 64, 8),
+    (1, 4, 128 << 10, 64, 8),
+    (8, 1, 4 << 10, 32, 32),
+    (16, 1, 32 << 10, 8, 1),
+    (16, 1, 8 << 10, 32, 8),
+    (64, 1, 4 << 10, 32, 8),
+]
+
+
 def sizes(groups, rows, even):
     """Rows of each group: equal, or 1 : 3 : 5 ... in a mixed order. As in `rates grouped`."""
     if even:
@@ -111,12 +158,15 @@ def main():
     if sys.argv[1:] == ["attention"]:
         for seq in [4096, 16384]:
             attention(seq)
+    elif sys.argv[1:] == ["decode"]:
+        for shape in DECODE:
+            decode(*shape)
     elif sys.argv[1:] == ["grouped"]:
         for shape in GROUPED:
             for even in [True, False]:
                 grouped(*shape, even)
     else:
-        sys.exit("torch_rates.py attention|grouped")
+        sys.exit("torch_rates.py attention|decode|grouped")
 
 
 if __name__ == "__main__":

@@ -94,11 +94,11 @@ pub(crate) fn parts() -> Result<()> {
 }
 
 /// A graph of `num` launches, which take the weights in turn.
-fn replays<'a>(
+pub(crate) fn replays<'a, T>(
     stream: &'a Stream,
-    weights: &[Tensor],
+    weights: &[T],
     num: usize,
-    launch: impl Fn(&Tensor) -> Result<()>,
+    launch: impl Fn(&T) -> Result<()>,
 ) -> Result<Launch<'a>> {
     launch(&weights[0])?;
     stream.begin_capture()?;

@@ -1,5 +1,5 @@
 //! Rates of single operations on one GPU: `layers`, `gemm`, `drawn`, `cold`, `parts`, `grouped`,
-//! `attention` or `shares`.
+//! `attention`, `decode` or `shares`.
 //!
 //! Ways to one result take turns, the card at rest before each, and once more in the other order:
 //! the median of 20 launches in all, which follow each other.
@@ -9,6 +9,7 @@
 #![expect(clippy::print_stdout, reason = "a program that prints its results")]
 
 mod attention;
+mod decode;
 mod drawn;
 mod gemm;
 mod grouped;
@@ -93,10 +94,12 @@ fn main() -> Result<()> {
         Some("parts") => drawn::parts(),
         Some("grouped") => grouped::main(),
         Some("attention") => attention::main(),
+        Some("decode") => decode::main(),
         Some("shares") => shares::main(),
         other => Err(Error::invalid("which rates?")
             .expected(
-                "`layers`, `gemm`, `drawn`, `cold`, `parts`, `grouped`, `attention`, `shares`",
+                "`layers`, `gemm`, `drawn`, `cold`, `parts`, `grouped`, `attention`, `decode`, \
+                 `shares`",
             )
             .seen(other.unwrap_or("nothing"))),
     }
