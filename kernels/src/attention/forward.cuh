@@ -109,7 +109,8 @@ __device__ __forceinline__ void tw_f_softmax(TwScores& s, TwRows& r, TwOut& o, f
             top = tw_quad_max(top);
             // No key is visible yet: -inf minus -inf would be NaN.
             const float base = top == -TW_INF ? 0.0f : top * factor;
-            const float shrink = ex2_approx_ftz_f32(old * factor - base);
+            // Not fused: it is 1 where the maximum stays, at every one of many tiles.
+            const float shrink = ex2_approx_ftz_f32(__fmul_rn(old, factor) - base);
             r.max[i][half] = top;
             float sum = 0.0f;
 #pragma unroll

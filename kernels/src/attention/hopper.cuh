@@ -283,7 +283,8 @@ __device__ __forceinline__ void tw_ha_softmax(TwHaScores& s, TwHaRows& r, float 
         top = tw_quad_max(top);
         // No key is visible yet: -inf minus -inf would be NaN.
         const float base = top == -TW_INF ? 0.0f : top * factor;
-        r.shrink[half] = ex2_approx_ftz_f32(old * factor - base);
+        // Not fused: it is 1 where the maximum stays, at every one of many tiles.
+        r.shrink[half] = ex2_approx_ftz_f32(__fmul_rn(old, factor) - base);
         r.max[half] = top;
         float even = 0.0f, odd = 0.0f;
 #pragma unroll

@@ -176,7 +176,8 @@ __device__ __forceinline__ void tw_s_softmax(TwSplitScores& s, TwSplitRows& r, T
             const float top = tw_quad_max(mine);
             // No key is visible yet: -inf minus -inf would be NaN.
             const float base = top == -TW_INF ? 0.0f : top * factor;
-            const float shrink = ex2_approx_ftz_f32(r.max[i][half] * factor - base);
+            // Not fused: it is 1 where the maximum stays, at every one of many tiles.
+            const float shrink = ex2_approx_ftz_f32(__fmul_rn(r.max[i][half], factor) - base);
             r.max[i][half] = top;
             float sum = 0.0f;
 #pragma unroll
