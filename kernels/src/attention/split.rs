@@ -66,6 +66,13 @@ impl Split {
         2 * (self.rows * qk + self.stages * SPLIT_KEYS * (qk + v)) as u32
     }
 
+    /// Returns whether the sums of all warps fit in the place of keys and values.
+    pub fn sums_fit(&self) -> bool {
+        let (qk, v) = (self.dqk.next_multiple_of(64), self.dv.next_multiple_of(64));
+        let slices = if self.rows == 64 { 1 } else { 4 };
+        4 * slices * self.rows * self.dv <= self.stages * 2 * SPLIT_KEYS * (qk + v)
+    }
+
     /// Static shared memory in bytes, at most.
     pub fn static_bytes(&self) -> u32 {
         128 + 8 * self.rows as u32 * if self.rows == 64 { 1 } else { 4 }
@@ -97,11 +104,15 @@ mod tests {
     fn variants_fit_into_shared_memory() {
         assert_eq!(Split::all().len(), 22);
         for v in Split::all() {
+            assert!(v.sums_fit(), "{v:?}");
             let bytes = v.shared_bytes() + v.static_bytes();
             assert!(bytes <= 227 << 10, "{v:?}: {bytes}");
             // A block of a multiprocessor reserves 1 KiB more.
             let blocks = (228 << 10) / (bytes + 1024);
             assert_eq!(blocks, if v.dqk <= 64 { 3 } else { 2 - u32::from(v.dqk > 128) }, "{v:?}");
         }
+        // Of one stage less than any device asks for.
+        let few = Split { stages: 2, ..Split::new(false, (64, 128), 32) };
+        assert!(!few.sums_fit() && Split { stages: 3, ..few }.sums_fit());
     }
 }

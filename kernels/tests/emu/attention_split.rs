@@ -180,7 +180,7 @@ fn split_attention_many_sequences() {
     }
 }
 
-/// Neither the order of threads nor that of segments changes a bit.
+/// The order of threads changes no bit.
 fn split_attention_bits_depend_on_pieces_alone() {
     let c = Case { heads: (4, 2), out: Type::Bf16, ..Case::packed(&[(2, 300), (1, 450)]) };
     let of = |pieces: &[u32], seed| {

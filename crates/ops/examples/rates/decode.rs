@@ -36,6 +36,10 @@ extern "C" __global__ void read(const uint4* x, unsigned long long num, unsigned
             sum.x ^= y.x, sum.y ^= y.y, sum.z ^= y.z, sum.w ^= y.w;
         }
     }
+    for (; i < num; i += step) {
+        const uint4 y = x[i];
+        sum.x ^= y.x, sum.y ^= y.y, sum.z ^= y.z, sum.w ^= y.w;
+    }
     if ((sum.x ^ sum.y ^ sum.z ^ sum.w) == 0x12345678) *out = 1;
 }
 "#;

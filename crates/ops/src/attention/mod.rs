@@ -19,7 +19,9 @@
 //! output and the gradients are bf16 then. All arithmetic is f32: online softmax over tiles of keys
 //! with the running maximum, sum and accumulator kept unrounded (Dao et al., FlashAttention, 2022),
 //! and the backward pass from `lse` and `delta = <d_out, out>`. The order of tiles depends on
-//! shapes alone: equal inputs give equal bits.
+//! shapes alone: equal inputs give equal bits. Where all sequences have few queries
+//! ([`FEW_QUERIES`]) it depends on all sequences of the launch, on those of the plan and on the
+//! device's multiprocessors, too.
 //!
 //! # Where
 //! | | |
@@ -43,7 +45,7 @@ mod offsets;
 mod plan;
 mod schedule;
 mod sequences;
-mod split;
+pub(crate) mod split;
 pub(crate) mod table;
 #[cfg(test)]
 mod tests;
@@ -61,3 +63,4 @@ pub use schedule::AttnConfig;
 pub(crate) use schedule::{Queries, Slice, slices};
 pub use sequences::Sequences;
 pub(crate) use sequences::in_sequence;
+pub use split::FEW_QUERIES;

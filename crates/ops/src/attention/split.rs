@@ -7,8 +7,10 @@ use super::desc::bound;
 use super::table::GAP;
 use super::{AttnMask, Sequences};
 
-/// Most queries of a sequence whose keys are cut.
-pub(crate) const SPLIT_QUERIES: usize = 16;
+/// Most queries of each sequence where [`AttnBackend::Auto`](super::AttnBackend::Auto) cuts keys
+/// into pieces, so that all multiprocessors of a device read: of a plan's description and of a
+/// launch.
+pub const FEW_QUERIES: usize = 16;
 
 /// Tiles of keys in whose time a block begins and ends, and a kernel merges.
 const BLOCK_TILES: u64 = 2;
@@ -36,21 +38,21 @@ pub(crate) struct Cut {
     pub several: u32,
 }
 
-/// Returns whether all sequences have few queries, and some has one.
+/// Returns whether all sequences have few queries, and there are rows.
 pub(crate) fn are_few(seqs: &Sequences) -> bool {
-    seqs.tokens_q > 0 && seqs.q.iter().all(|s| s.len() <= SPLIT_QUERIES)
+    seqs.tokens_q > 0 && seqs.q.iter().all(|s| s.len() <= FEW_QUERIES)
 }
 
 /// The work of a segment.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 struct Work {
-    seg: TwSeg,
     row_tiles: u32,
     /// Tiles of keys that its queries see.
     keys: u32,
 }
 
 impl Work {
-    fn new(seg: TwSeg, other: &[TwSeg], mask: &AttnMask, s: &Shape) -> Self {
+    fn new(seg: &TwSeg, other: &[TwSeg], mask: &AttnMask, s: &Shape) -> Self {
         let row_tiles = (seg.len * s.group).div_ceil(s.rows);
         let keys = match other.get(seg.first as usize) {
             Some(keys) if seg.first < seg.end && seg.shift != GAP => {
@@ -64,11 +66,15 @@ impl Work {
             }
             _ => 0,
         };
-        Self { seg, row_tiles, keys }
+        Self { row_tiles, keys }
     }
 
     fn pieces(&self, longest: u32) -> u32 {
         self.keys.div_ceil(longest).max(1)
+    }
+
+    fn blocks(&self, longest: u32, s: &Shape) -> u64 {
+        u64::from(self.row_tiles) * u64::from(self.pieces(longest)) * u64::from(s.heads_kv)
     }
 }
 
@@ -77,14 +83,15 @@ impl Work {
 /// they do not run at once, or all blocks by turns. It depends on its arguments alone, and with it
 /// the order of sums.
 pub(crate) fn cut(own: &[TwSeg], other: &[TwSeg], mask: &AttnMask, s: &Shape) -> Cut {
-    let mut work: Vec<Work> = own.iter().map(|seg| Work::new(*seg, other, mask, s)).collect();
-    let longest = longest_piece(&work, s);
+    let of = |seg: &TwSeg| (*seg, Work::new(seg, other, mask, s));
+    let mut work: Vec<(TwSeg, Work)> = own.iter().map(of).collect();
+    let longest = longest_piece(work.iter().map(|(_, w)| *w).collect(), s);
     // The sort is stable: rows beside each other stay so.
-    work.sort_by_key(|w| w.pieces(longest) == 1);
+    work.sort_by_key(|(_, w)| w.pieces(longest) == 1);
     let (mut tiles, mut several) = (0, 0);
-    let number = |w: Work| {
+    let number = |(seg, w): (TwSeg, Work)| {
         let pieces = w.pieces(longest);
-        let seg = TwSeg { tile: tiles, ..w.seg };
+        let seg = TwSeg { tile: tiles, ..seg };
         tiles += w.row_tiles * pieces;
         if pieces > 1 {
             several = tiles;
@@ -96,20 +103,24 @@ pub(crate) fn cut(own: &[TwSeg], other: &[TwSeg], mask: &AttnMask, s: &Shape) ->
 }
 
 /// Returns the most tiles of keys of a piece.
-fn longest_piece(work: &[Work], s: &Shape) -> u32 {
-    let most = work.iter().map(|w| w.keys).max().unwrap_or(0).max(2);
-    let blocks_of = |w: &Work, longest| u64::from(w.row_tiles * w.pieces(longest) * s.heads_kv);
+fn longest_piece(mut all: Vec<Work>, s: &Shape) -> u32 {
+    let most = all.iter().map(|w| w.keys).max().unwrap_or(0).max(2);
+    // Segments that are alike count once: a batch may have thousands.
+    all.sort_unstable();
+    let work: Vec<(Work, u64)> =
+        all.chunk_by(PartialEq::eq).map(|same| (same[0], same.len() as u64)).collect();
     // The blocks that are longer than half of it.
     let long = |longest: u32| -> u64 {
-        work.iter().filter(|w| 2 * w.keys > longest).map(|w| blocks_of(w, longest)).sum()
+        let long = work.iter().filter(|(w, _)| 2 * u64::from(w.keys) > u64::from(longest));
+        long.map(|(w, num)| num * w.blocks(longest, s)).sum()
     };
     let at_once = u64::from(s.blocks.max(1));
     let cost = |longest: u32| -> Option<u64> {
         let (mut all, mut merged) = (0, 0);
-        for w in work {
-            let blocks = blocks_of(w, longest);
-            let keys = u64::from(w.row_tiles * s.heads_kv) * u64::from(w.keys);
-            all += keys + BLOCK_TILES * blocks;
+        for (w, num) in &work {
+            let blocks = num * w.blocks(longest, s);
+            let keys = u64::from(w.row_tiles) * u64::from(s.heads_kv) * u64::from(w.keys);
+            all += num * keys + BLOCK_TILES * blocks;
             merged += if w.pieces(longest) > 1 { blocks } else { 0 };
         }
         let rounds = long(longest).div_ceil(at_once) * (u64::from(longest) + BLOCK_TILES);
@@ -137,7 +148,7 @@ mod tests {
     use super::*;
     use crate::attention::table::whole;
 
-    const H200: Shape = Shape { rows: 16, group: 8, heads_kv: 8, blocks: 264, slots: 528 };
+    const H200: Shape = Shape { rows: 16, group: 8, heads_kv: 8, blocks: 264, slots: 792 };
 
     /// Sequences of one query each, over so many keys.
     fn batch(lens: &[usize]) -> (Vec<TwSeg>, Vec<TwSeg>) {
@@ -169,6 +180,8 @@ mod tests {
         assert_eq!(of(&[64], AttnMask::FULL), [1]);
         // Enough sequences: nothing to merge.
         assert_eq!(of(&[4096; 66], AttnMask::FULL), [1; 66]);
+        // 320 blocks would take two rounds of 64 tiles, 640 three of 32.
+        assert_eq!(of(&[4096; 40], AttnMask::FULL), [2; 40]);
         // A long one among short ones is first, and cut.
         let mut lens = [100; 100];
         lens[60] = 100_000;
@@ -190,7 +203,7 @@ mod tests {
         #[test]
         fn every_segment_is_numbered_once(
             lens in prop::collection::vec((0usize..17, 0usize..20_000), 1..70),
-            (rows, group, heads_kv) in (0usize..2, 1u32..9, 1u32..9),
+            (rows, group, heads_kv) in (0usize..3, 1u32..9, 1u32..9),
             (left, blocks) in (prop::option::of(0usize..9000), 1u32..600),
         ) {
             let mut sums = [vec![0], vec![0]];
@@ -200,8 +213,9 @@ mod tests {
                 (0..2).for_each(|i| sums[i].push(last[i]));
             }
             let (mut own, other) = whole(&Sequences::packed(&sums[0], &sums[1]).unwrap());
-            let s = Shape { rows: [16, 32][rows], group, heads_kv, blocks, slots: 2 * blocks };
-            let mask = AttnMask { left, right: Some(0) };
+            let slots = blocks * [1, 3][rows % 2];
+            let s = Shape { rows: [16, 32, 64][rows], group, heads_kv, blocks, slots };
+            let mask = AttnMask { left, right: [Some(0), Some(70), None][rows] };
             let c = cut(&own, &other, &mask, &s);
             prop_assert!(c.several * heads_kv <= s.slots);
             let ends: Vec<u32> = c.own.iter().skip(1).map(|s| s.tile).chain([c.tiles]).collect();
@@ -209,8 +223,8 @@ mod tests {
                 let row_tiles = (seg.len * group).div_ceil(s.rows);
                 prop_assert_eq!((end - seg.tile) % row_tiles, 0);
                 let pieces = (end - seg.tile) / row_tiles;
-                prop_assert!(pieces == 1 || end <= c.several);
-                prop_assert!(pieces <= Work::new(*seg, &other, &mask, &s).keys.max(1));
+                prop_assert_eq!(pieces > 1, end <= c.several);
+                prop_assert!(pieces <= Work::new(seg, &other, &mask, &s).keys.max(1));
             }
             let mut seen: Vec<_> = c.own.iter().map(|s| TwSeg { tile: 0, ..*s }).collect();
             seen.sort_by_key(|s| s.row);

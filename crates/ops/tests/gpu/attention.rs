@@ -3,8 +3,8 @@
 use tilewire_core::{DType, Rng, Shape};
 use tilewire_device::{Stream, Tensor};
 use tilewire_ops::attention::{
-    AttentionDesc, AttentionPlan, AttnBackend, AttnGrads, AttnInputs, AttnMask, AttnOperand,
-    AttnOut, AttnSaved, BiasShape, Dropout, Sequences,
+    AttentionDesc, AttentionPlan, AttnBackend, AttnGrads, AttnInputs, AttnMask, AttnOffsets,
+    AttnOperand, AttnOut, AttnSaved, BiasShape, Dropout, Sequences,
 };
 use tilewire_oracle::Mat;
 use tilewire_oracle::attention as oracle;
@@ -296,6 +296,36 @@ pub fn run_by(g: &Gpu, d: &AttentionDesc, by: impl Into<By>) -> String {
         close(&format!("{what} dsink"), got, &want, &want.map(|_| loose(rows * d.dv)));
     }
     side.plan.explain()
+}
+
+/// The forward pass of `seqs` by a plan of `d`, which has as many rows and more; also by offsets.
+pub fn launches_by(g: &Gpu, d: &AttentionDesc, seqs: Sequences) {
+    let plan = By::Backend(AttnBackend::Auto).plan(d);
+    plan.prepare(&g.stream).unwrap();
+    let d = AttentionDesc { sequences: seqs, ..d.clone() };
+    let (what, x) = (format!("{d}"), Data::new(&d, &mut Rng::new(12)));
+    let (spec, seqs) = spec(&d);
+    let want = oracle::attention(&spec, &x.inputs(), &seqs);
+    let off = magnitudes(&d, &x, &want);
+    let side = Side::new(g, &d, &x, AttnBackend::Auto.into());
+    let cu = |of: &[std::ops::Range<usize>]| {
+        let all: Vec<i32> = [0].into_iter().chain(of.iter().map(|r| r.end as i32)).collect();
+        g.move_here(&Tensor::from_slice(&all, Shape::d1(all.len())).unwrap())
+    };
+    let offsets = AttnOffsets::packed(cu(&seqs.q), cu(&seqs.kv));
+    for x in [
+        AttnInputs { sequences: Some(d.sequences.clone()), ..side.x.clone() },
+        AttnInputs { offsets: Some(offsets), ..side.x.clone() },
+    ] {
+        let out = AttnOut { out: side.out.t.clone(), lse: side.lse.t.clone() };
+        [&out.out, &out.lse].iter().for_each(|t| t.poison().unwrap());
+        let _out = plan.launch_fwd(&g.stream, &x, out).unwrap();
+        g.stream.synchronize().unwrap();
+        plan.check().unwrap();
+        let close = want.lse.map(|l| 1e-5 * (4.0 + l.abs()));
+        check(&format!("{what} lse"), &side.lse, &want.lse, &close);
+        check(&format!("{what} out"), &side.out, &want.o, &off.out);
+    }
 }
 
 pub fn base(seq: usize, d: usize, dtype: DType, mask: AttnMask) -> AttentionDesc {

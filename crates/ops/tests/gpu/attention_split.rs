@@ -3,7 +3,7 @@
 use tilewire_core::DType;
 use tilewire_ops::attention::{AttentionDesc, AttentionPlan, AttnBackend, AttnMask, Sequences};
 
-use crate::attention::{base, padded_sequences, replays_by, run_by};
+use crate::attention::{base, launches_by, padded_sequences, replays_by, run_by};
 use crate::common::Gpu;
 use crate::hopper::{hopper, is_emulated, pass_on_an_emulated_device};
 
@@ -79,6 +79,24 @@ fn few_queries_of_many_sequences() {
     }
 }
 
+/// A plan of few queries with other sequences: longer ones, of more queries than a tile of the plan
+/// has rows for, and too long for its kernels; and with offsets, which these do not take.
+#[test]
+fn plans_of_few_queries_take_other_sequences() {
+    let Some(g) = hopper() else { return };
+    let d = of(batch(&[(2, 90), (1, 300), (2, 0), (19, 60)], 0), (8, 1), 64, AttnMask::CAUSAL);
+    let of_plan = Sequences { q: vec![0..2, 2..2], kv: vec![0..450, 450..450], ..d.sequences };
+    let plan = AttentionDesc { sequences: of_plan, ..d };
+    for lens in [
+        vec![(2, 90), (1, 300), (2, 0)],
+        vec![(16, 150), (3, 200)],
+        vec![(19, 150), (3, 100)],
+        vec![(0, 5)],
+    ] {
+        launches_by(&g, &plan, batch(&lens, 0));
+    }
+}
+
 #[test]
 fn few_queries_replay_with_the_same_bits() {
     let Some(g) = hopper() else { return };
@@ -115,6 +133,7 @@ fn the_attention_kernels_of_few_queries_run_on_emulated_devices() {
             "attention_split::few_queries_of_one_sequence",
             "attention_split::few_queries_of_many_sequences",
             "attention_split::few_queries_replay_with_the_same_bits",
+            "attention_split::plans_of_few_queries_take_other_sequences",
             "attention_split::other_kernels_attend_to_what_is_not_few",
         ],
     );

@@ -82,15 +82,13 @@ impl Local {
         let p = TwAttn { out: addr(&out.out)?, lse: addr(&out.lse)?, ..param(d, x, rows)? };
         let held = [inputs(x), vec![out.out.clone(), out.lse.clone()]].concat();
         let tables = x.offsets.is_none().then(|| whole(seqs));
-        let cut = self.kernels.split.as_ref().is_some_and(|s| s.takes(seqs));
-        if let Some(few) =
-            tables.as_ref().filter(|t| !cut && !d.dtype.is_fp8() && self.kernels.takes_few(t))
-        {
+        let split = self.kernels.split.as_ref().filter(|s| tables.is_some() && s.takes(seqs));
+        let tables_few = |t: &_| !d.dtype.is_fp8() && self.kernels.takes_few(t);
+        if let (None, Some(few)) = (split, tables.as_ref().filter(|t| tables_few(*t))) {
             return holding(stream, held, || self.kernels.attend_few(stream, d, &p, few.clone()));
         }
         self.with(stream, |by| {
             holding(stream, by.held(held), || {
-                let split = by.kernels.split.as_ref().filter(|s| s.takes(seqs));
                 if let (Some(s), Some(pieces), Some((q, kv))) = (split, &by.space.pieces, &tables) {
                     return by.split(stream, d, &p, (s, pieces), (q, kv));
                 }

@@ -7,7 +7,7 @@ use tilewire_kernels::abi::{TwAttn, TwSplit};
 use tilewire_kernels::attention::split::{SM80_ATTENTION_SPLIT, SPLIT_THREADS, Split};
 
 use super::forward::variant;
-use crate::attention::split::{SPLIT_QUERIES, Shape, are_few};
+use crate::attention::split::{FEW_QUERIES, Shape, are_few};
 use crate::attention::{AttentionDesc, AttnBackend, Sequences};
 use crate::common::cuda::{load, workspace};
 
@@ -43,7 +43,7 @@ fn fit(d: &AttentionDesc, by: AttnBackend) -> Option<Split> {
 fn fitting(v: Split, most: u32) -> Option<Split> {
     let of = |stages| Split { stages, ..v };
     let all = (2..=v.stages).rev().map(of);
-    all.into_iter().find(|v| v.shared_bytes() + v.static_bytes() <= most)
+    all.into_iter().find(|v| v.sums_fit() && v.shared_bytes() + v.static_bytes() <= most)
 }
 
 impl SplitKeys {
@@ -64,8 +64,8 @@ impl SplitKeys {
         let grid = Grid::new(1, SPLIT_THREADS).shared(v.shared_bytes());
         let blocks = ctx.num_sms()? * split.blocks_per_sm(grid)?.max(1);
         let (group, heads_kv) = ((d.heads_q / d.heads_kv) as u32, d.heads_kv as u32);
-        // As many as may run at once, twice, are all that pay.
-        let shape = Shape { rows: v.rows as u32, group, heads_kv, blocks, slots: 2 * blocks };
+        // `cut` looks for pieces that run in up to three rounds.
+        let shape = Shape { rows: v.rows as u32, group, heads_kv, blocks, slots: 3 * blocks };
         Ok(Some(Self { variant: v, split, merge, shape }))
     }
 
@@ -78,7 +78,7 @@ impl SplitKeys {
     pub fn name(&self) -> String {
         let rows = self.variant.rows;
         format!(
-            "sequences of at most {SPLIT_QUERIES} queries by kernels that cut their keys (tiles of \
+            "sequences of at most {FEW_QUERIES} queries by kernels that cut their keys (tiles of \
              {rows} packed queries)"
         )
     }
