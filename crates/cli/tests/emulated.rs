@@ -87,7 +87,7 @@ const RUNS: [Run; 14] = [
     (GATED, "3", 3, 90, "", 3),
     ("grouped_gemm", "1", 1, 90, "", 17),
     (FUSED, "2", 2, 90, "", 18),
-    ("attention", "1", 1, 90, "", 44),
+    ("attention", "1", 1, 90, "", 47),
     (MOVES, "3", 3, 80, "", 51),
     ("ep", "3", 3, 80, "", 25),
     // Two ranks to a device.

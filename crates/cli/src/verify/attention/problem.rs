@@ -114,12 +114,14 @@ fn sequences(words: &[&str], seq: usize) -> Result<Sequences> {
         () => seq,
     };
     let cu = |n: usize| [0, n / 3, n / 3, n / 3 + n.min(2) / 2, n];
+    // No more queries of a sequence than the kernels take that cut keys.
+    let cu_q = if has("few") { [0, 3, 3, 4, 20] } else { cu(seq) };
     match () {
         () if has("padded") => {
-            let padded = |n: usize| [0, n / 3 + 2, n / 3 + 3, n / 3 + 5, n + 6];
-            Sequences::padded((&cu(seq), &padded(seq)), (&cu(skv), &padded(skv)))
+            let padded = |cu: [usize; 5]| [0, cu[1] + 2, cu[1] + 3, cu[1] + 5, cu[4] + 6];
+            Sequences::padded((&cu_q, &padded(cu_q)), (&cu(skv), &padded(cu(skv))))
         }
-        () if has("packed") => Sequences::packed(&cu(seq), &cu(skv)),
+        () if has("packed") => Sequences::packed(&cu_q, &cu(skv)),
         () => Ok(Sequences::one(seq, skv)),
     }
 }
