@@ -48,8 +48,9 @@ pub struct AttnKey {
     pub bias: Option<BiasShape>,
     pub sink: bool,
     pub tokens: [usize; 2],
-    /// Sequences that the plan is made for.
+    /// Sequences that the plan is made for, and the most queries of one.
     pub num: usize,
+    pub longest: usize,
     /// Of a plan that serves these sequences only: their lengths.
     pub lengths: Vec<[usize; 2]>,
 }
@@ -68,6 +69,7 @@ impl AttnKey {
             sink: d.sink,
             tokens: [d.sequences.tokens_q, d.sequences.tokens_kv],
             num: d.sequences.q.len(),
+            longest: d.sequences.longest().0,
             lengths: match d.bias {
                 Some(_) => d
                     .sequences

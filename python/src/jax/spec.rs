@@ -231,7 +231,8 @@ impl Spec {
                     desc.check()?;
                     return Ok(Desc::Attention(desc, None));
                 }
-                let (desc, sequences) = self.attention()?.describe(self.forms()?, 1)?;
+                let sequences = self.attention()?.sequences()?;
+                let desc = self.attention()?.local(self.forms()?, &sequences)?;
                 desc.check()?;
                 desc.check_launch(&sequences)?;
                 self.check_tokens(&sequences, 1)?;

@@ -6,7 +6,7 @@ use pyo3::prelude::*;
 use tilewire::device::Device;
 use tilewire::ops::attention::{
     AttentionDesc, AttentionPlan, AttnGrads, AttnInputs, AttnMask, AttnOffsets, AttnOut, AttnSaved,
-    BiasShape, Dropout, Sequences,
+    BiasShape, Dropout, FEW_QUERIES, Sequences,
 };
 use tilewire::ops::collective::ReduceOp;
 use tilewire::ops::cp_attention::{CpAttentionDesc, CpAttentionPlan, CpConfig, Layout, Strategy};
@@ -88,7 +88,7 @@ impl From<&AttnInputs> for Forms {
 }
 
 impl Spec {
-    fn sequences(&self) -> Result<Sequences> {
+    pub fn sequences(&self) -> Result<Sequences> {
         Sequences::packed(&self.cu_q, &self.cu_kv)
     }
 
@@ -105,6 +105,23 @@ impl Spec {
             Some(_) => s.clone(),
             None => most([s.tokens_q, s.tokens_kv], s.q.len(), multiple),
         };
+        Ok(d)
+    }
+
+    /// A description of local attention for launches of such sequences as `s`.
+    ///
+    /// # Errors
+    /// As [`Spec::describe`].
+    pub fn local(&self, x: Forms, s: &Sequences) -> Result<AttentionDesc> {
+        let mut d = self.describe_for(x, s, 1)?;
+        let longest = s.longest().0;
+        // Plans of few queries have kernels of their own, by the most queries of a sequence.
+        if d.bias.is_none()
+            && longest <= FEW_QUERIES
+            && let Some(first) = d.sequences.q.first_mut()
+        {
+            *first = 0..longest.next_power_of_two().min(d.sequences.tokens_q);
+        }
         Ok(d)
     }
 
@@ -287,7 +304,7 @@ fn local_plan_of(
             *tokens = rows;
         }
     }
-    let desc = spec.describe_for(forms, &s, 1)?;
+    let desc = spec.local(forms, &s)?;
     x.sequences = Some(s);
     local_plan(place, desc, stream)
 }

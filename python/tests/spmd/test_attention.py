@@ -108,6 +108,23 @@ def test_offsets_in_tensors_have_the_bits_of_lists(device, gen, name):
             assert a.any() and torch.equal(a, b)
 
 
+@pytest.mark.parametrize("queries, num", [(1, 3), (1, 40), (5, 20), (16, 2), (17, 2)])
+def test_few_queries_over_many_keys(device, gen, queries, num):
+    """Sequences of few queries have kernels of their own on a GPU; each sees all of its keys."""
+    lens = [1 + 37 * i % 300 for i in range(num)]
+    cu_q = [queries * i for i in range(num + 1)]
+    cu_kv = [sum(lens[:i]) for i in range(num + 1)]
+    rows = ((cu_q[-1], 8), (cu_kv[-1], 2), (cu_kv[-1], 2))
+    q, k, v = (randn(gen, n, h, 64, dtype=torch.bfloat16) for n, h in rows)
+    mine = [t.bfloat16().to(device) for t in (q, k, v)]
+    out = tw.attention(*mine, causal=False, cu_seqlens_q=cu_q, cu_seqlens_kv=cu_kv)
+    for a, b, c, d in zip(cu_q, cu_q[1:], cu_kv, cu_kv[1:]):
+        kk, vv = (t[c:d].repeat_interleave(4, 1) for t in (k, v))
+        p = torch.softmax(torch.einsum("qhd,khd->hqk", q[a:b], kk) * 64**-0.5, 2)
+        ref = torch.einsum("hqk,khd->qhd", p, vv)
+        torch.testing.assert_close(out[a:b].cpu().double(), ref, **TOL[torch.bfloat16])
+
+
 def test_offsets_of_keys_and_rows_behind_the_last_sequence(device, gen):
     q, k, v = (randn(gen, n, h, 16).float().to(device) for n, h in ((9, 4), (12, 2), (12, 2)))
     cu_q, cu_kv = ([0, 3, 7], [0, 5, 11])
