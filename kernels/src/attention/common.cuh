@@ -157,6 +157,40 @@ template <u32 MT> __device__ __forceinline__ u32 tw_row(u32 i, u32 e, u32 thread
     return thread / 32 * (16 * MT) + 16 * i + thread % 32 / 4 + e / 2 * 8;
 }
 
+// Turns scores into unnormalised probabilities, and rescales `sum` (this lane's part) and `o` to
+// the new maximum. `max` and scores are to be multiplied by `factor`, which gives them in base 2.
+template <u32 MT, u32 NT, u32 DT>
+__device__ __forceinline__ void tw_softmax(float (&s)[MT][NT][4], float (&max)[MT][2], float (&sum)[MT][2], float (&o)[MT][DT][4],
+                                           float factor) {
+#pragma unroll
+    for (u32 i = 0; i < MT; i++)
+#pragma unroll
+        for (u32 half = 0; half < 2; half++) {
+            const float old = max[i][half];
+            float top = old;
+#pragma unroll
+            for (u32 j = 0; j < NT; j++) top = fmaxf(top, fmaxf(s[i][j][2 * half], s[i][j][2 * half + 1]));
+            top = tw_quad_max(top);
+            // No key is visible yet: -inf minus -inf would be NaN.
+            const float base = top == -TW_INF ? 0.0f : top * factor;
+            // Not fused: it is 1 where the maximum stays, at every one of many tiles.
+            const float shrink = ex2_approx_ftz_f32(__fmul_rn(old, factor) - base);
+            max[i][half] = top;
+            float more = 0.0f;
+#pragma unroll
+            for (u32 j = 0; j < NT; j++)
+#pragma unroll
+                for (u32 e = 0; e < 2; e++) {
+                    float& x = s[i][j][2 * half + e];
+                    x = ex2_approx_ftz_f32(fmaf(x, factor, -base));
+                    more += x;
+                }
+            sum[i][half] = fmaf(sum[i][half], shrink, more);
+#pragma unroll
+            for (u32 j = 0; j < DT; j++) o[i][j][2 * half] *= shrink, o[i][j][2 * half + 1] *= shrink;
+        }
+}
+
 // Stores `num` rows of `o`, each times its factor, from element `at` on. 16-bit types pass through
 // this warp's rows of a tile at `stage`, which no other warp uses.
 template <u32 MT, u32 DT, u32 D, u32 DP>

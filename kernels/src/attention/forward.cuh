@@ -96,37 +96,6 @@ __device__ __forceinline__ void tw_f_mask(const TwAttn& a, TwScores& s, int shif
         }
 }
 
-// Turns scores into unnormalised probabilities, and rescales the state to the new maximum.
-__device__ __forceinline__ void tw_f_softmax(TwScores& s, TwRows& r, TwOut& o, float factor) {
-#pragma unroll
-    for (u32 i = 0; i < TW_F_MT; i++)
-#pragma unroll
-        for (u32 half = 0; half < 2; half++) {
-            const float old = r.max[i][half];
-            float top = old;
-#pragma unroll
-            for (u32 j = 0; j < TW_F_NT; j++) top = fmaxf(top, fmaxf(s[i][j][2 * half], s[i][j][2 * half + 1]));
-            top = tw_quad_max(top);
-            // No key is visible yet: -inf minus -inf would be NaN.
-            const float base = top == -TW_INF ? 0.0f : top * factor;
-            // Not fused: it is 1 where the maximum stays, at every one of many tiles.
-            const float shrink = ex2_approx_ftz_f32(__fmul_rn(old, factor) - base);
-            r.max[i][half] = top;
-            float sum = 0.0f;
-#pragma unroll
-            for (u32 j = 0; j < TW_F_NT; j++)
-#pragma unroll
-                for (u32 e = 0; e < 2; e++) {
-                    float& x = s[i][j][2 * half + e];
-                    x = ex2_approx_ftz_f32(fmaf(x, factor, -base));
-                    sum += x;
-                }
-            r.sum[i][half] = fmaf(r.sum[i][half], shrink, sum);
-#pragma unroll
-            for (u32 j = 0; j < TW_F_DT; j++) o[i][j][2 * half] *= shrink, o[i][j][2 * half + 1] *= shrink;
-        }
-}
-
 // Zeroes dropped pairs. The factor of kept pairs is applied at the end.
 __device__ __forceinline__ void tw_f_drop(const TwAttn& a, TwScores& p, u32 head, u32 q_global, u32 kv_global) {
     const u64 seed = tw_drop_seed(a);
@@ -218,7 +187,7 @@ __device__ __forceinline__ void tw_forward(const TwAttn& a) {
         if (TW_ATTN_EXTRA) tw_f_extra(a, s, b.head, b.own.pos + b.first, b.num, (u32)t.pos, t.num);
         const bool whole = t.num == TW_FN && t.pos >= b.at_last - a.left && t.pos + (int)TW_FN - 1 <= b.at + a.right;
         if (!whole) tw_f_mask(a, s, b.at - t.pos, t.num);
-        tw_f_softmax(s, r, o, factor);
+        tw_softmax(s, r.max, r.sum, o, factor);
         if (TW_ATTN_EXTRA && a.drop_below) tw_f_drop(a, s, b.head, b.own.global + b.first, t.global);
         // Placed here because the branch keeps the compiler from loading values earlier, which
         // would spill.

@@ -164,36 +164,6 @@ __device__ __forceinline__ void tw_s_mask(const TwAttn& a, TwSplitScores& s, con
             }
 }
 
-// Turns scores into unnormalised probabilities, and rescales the state to the new maximum.
-__device__ __forceinline__ void tw_s_softmax(TwSplitScores& s, TwSplitRows& r, TwSplitOut& o, float factor) {
-#pragma unroll
-    for (u32 i = 0; i < TW_S_MT; i++)
-#pragma unroll
-        for (u32 half = 0; half < 2; half++) {
-            float mine = r.max[i][half];
-#pragma unroll
-            for (u32 j = 0; j < TW_S_NT; j++) mine = fmaxf(mine, fmaxf(s[i][j][2 * half], s[i][j][2 * half + 1]));
-            const float top = tw_quad_max(mine);
-            // No key is visible yet: -inf minus -inf would be NaN.
-            const float base = top == -TW_INF ? 0.0f : top * factor;
-            // Not fused: it is 1 where the maximum stays, at every one of many tiles.
-            const float shrink = ex2_approx_ftz_f32(__fmul_rn(r.max[i][half], factor) - base);
-            r.max[i][half] = top;
-            float sum = 0.0f;
-#pragma unroll
-            for (u32 j = 0; j < TW_S_NT; j++)
-#pragma unroll
-                for (u32 e = 0; e < 2; e++) {
-                    float& x = s[i][j][2 * half + e];
-                    x = ex2_approx_ftz_f32(fmaf(x, factor, -base));
-                    sum += x;
-                }
-            r.sum[i][half] = fmaf(r.sum[i][half], shrink, sum);
-#pragma unroll
-            for (u32 j = 0; j < TW_S_DT; j++) o[i][j][2 * half] *= shrink, o[i][j][2 * half + 1] *= shrink;
-        }
-}
-
 // Stores four elements of the result of packed row `r` from column `c` on, and lse.
 __device__ __forceinline__ void tw_s_put(const TwAttn& a, const TwPiece& b, u32 r, u32 c, float4 x, float top, float sum) {
     const u32 p = b.first + r, head = b.kv_head * b.group + p % b.group, row = b.own.row + p / b.group;
@@ -290,7 +260,7 @@ tw_attn_split(const __grid_constant__ TwAttn a, const __grid_constant__ TwSplit 
         const bool whole = num == TW_SN && pos >= last_at - a.left && pos + (int)TW_SN - 1 <= first_at + a.right;
         const u32 col = first_key + lane % 4 * 2;
         if (!whole) tw_s_mask(a, p, r, pos + (int)col, col, num);
-        tw_s_softmax(p, r, o, factor);
+        tw_softmax(p, r.max, r.sum, o, factor);
         tw_accumulate<TW_S_MT, TW_S_NT, TW_S_DT, TW_DVP>(o, p, k + TW_S_K_BYTES + first_key * (TW_DVP * 2));
     }
     cp_async_wait_group<0>();
