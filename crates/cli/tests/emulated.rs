@@ -76,9 +76,9 @@ const PAIRS: &str = "pairs of cp_attention";
 
 /// What differs: a peer and no peer between, an odd number, as many as a machine has; each of both
 /// attention kernels, by type; and sm_80 where it has kernels of its own, which are those of moves
-/// and of `ep`. The types of moves, which differ in the text of their sums, on two and three
-/// devices. Longest first.
-const RUNS: [Run; 14] = [
+/// (and of `ep`, which [`MORE_RUNS`] have). The types of moves, which differ in the text of their
+/// sums, on two and three devices. Longest first.
+const RUNS: [Run; 13] = [
     (FOUR, "4", 4, 90, "bf16", 10),
     (MOVES, "2,3", 3, 90, "", 2 * 51),
     (MOVES, "8", 8, 90, "bf16", 15),
@@ -89,7 +89,6 @@ const RUNS: [Run; 14] = [
     (FUSED, "2", 2, 90, "", 18),
     ("attention", "1", 1, 90, "", 47),
     (MOVES, "3", 3, 80, "", 51),
-    ("ep", "3", 3, 80, "", 25),
     // Two ranks to a device.
     (MOVES, "4", 2, 90, "bf16", 15),
     ("gemm", "1", 1, 90, "", 52),
@@ -100,7 +99,7 @@ const RUNS: [Run; 14] = [
 /// kernels meet on eight ranks in `kernels/tests/emu/ep_worlds.rs`, too); the numbers of ranks
 /// between those above; types that the same kernels compute; and what sm_80 computes by the kernels
 /// that sm_90 has, too.
-const MORE_RUNS: [Run; 11] = [
+const MORE_RUNS: [Run; 12] = [
     ("cp_attention", "4", 4, 90, "", 126),
     ("ep", "8", 8, 90, "", 25),
     (MOVES, "1,4,5,6,7,8", 8, 90, "", 6 * 51),
@@ -110,6 +109,7 @@ const MORE_RUNS: [Run; 11] = [
     (MOVES, "1,2,4", 4, 80, "", 3 * 51),
     (MOVES, "4", 2, 90, "", 51),
     ("ep", "2", 2, 80, "", 25),
+    ("ep", "3", 3, 80, "", 25),
     (FUSED, "2", 2, 80, "", 18),
     // Rows with gates are not of this backend.
     ("cp_attention", "2", 2, 80, "", 116),

@@ -139,11 +139,12 @@ fn kill(
 
 /// The part of each group that is tried in the usual extent: one mutant of so many. All of them
 /// take ten minutes of both processors, most of it in the compiler.
-const PART: usize = 3;
+const PART: usize = 4;
 
-/// The mutants to try: all of them for `cargo xtask test --full`, otherwise every third, and one of
-/// each scenario at least. The text of the kernel decides where the count begins: a change of the
-/// kernel tries another part than the change before it, and every run of one text the same part.
+/// The mutants to try: all of them for `cargo xtask test --full`, otherwise every fourth and at
+/// least one of each scenario. The text of the kernel decides where the count begins: a change of
+/// the kernel tries another part than the change before it, and every run of one text the same
+/// part.
 fn to_try(text: &str, mutants: &[Planted]) -> Vec<usize> {
     if std::env::var_os("TW_FULL").is_some() {
         return (0..mutants.len()).collect();
