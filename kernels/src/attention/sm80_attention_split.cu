@@ -52,6 +52,8 @@ enum : u32 {
     TW_S_K_BYTES = TW_SN * TW_DQP * 2,
     TW_S_STAGE = TW_S_K_BYTES + TW_SN * TW_DVP * 2,
     TW_SPLIT_FEW = 48,
+    // Blocks that shared memory leaves room for: the compiler is not to save registers for more.
+    TW_S_BLOCKS = TW_DQP + TW_DVP <= 128 ? 3 : TW_DQP + TW_DVP <= 256 ? 2 : 1,
 };
 static_assert(TW_SM % 16 == 0 && TW_SN == 16 * TW_S_WARPS, "a warp has 16 keys");
 static_assert(TW_S_SLICES * TW_SM * TW_DV * 4 <= TW_SPLIT_STAGES * TW_S_STAGE, "sums of warps take the place of keys");
@@ -216,7 +218,7 @@ __device__ __forceinline__ void tw_s_finish(const TwAttn& a, const TwSplit& s, c
 }
 
 // A piece of the keys of a tile of packed queries: the result if there is one piece, else its part.
-extern "C" __global__ void __launch_bounds__(TW_S_THREADS)
+extern "C" __global__ void __launch_bounds__(TW_S_THREADS, TW_S_BLOCKS)
 tw_attn_split(const __grid_constant__ TwAttn a, const __grid_constant__ TwSplit s) {
     __shared__ TwPiece b;
     __shared__ __align__(16) float2 ends[TW_S_SLICES][TW_SM];
