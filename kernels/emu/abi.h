@@ -176,7 +176,8 @@ void emu_tensor_load(void* shared, const void* map, unsigned long long* bar, con
 void emu_tensor_store(const void* map, const void* shared, const int* at, unsigned rank, bool adds);
 // Products of a warpgroup, by each of its warps: the accumulators of its lanes, the descriptors,
 // whether to add. Operands are read, and sums set, some time until a wait has ended.
-enum : unsigned { EMU_WG_F16 = 1, EMU_WG_A_MN = 2, EMU_WG_B_MN = 4 };
+enum : unsigned { EMU_WG_F16 = 1, EMU_WG_A_MN = 2, EMU_WG_B_MN = 4, EMU_WG_E4M3 = 8 };
+unsigned emu_e4m3(float x);
 unsigned long long emu_product_desc(const void* tile);
 void emu_product_fence();
 void emu_product(float* const* d, unsigned n, unsigned long long a, unsigned long long b, bool adds, unsigned flags);

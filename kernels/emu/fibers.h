@@ -92,7 +92,8 @@ struct Product {
     bool adds, read;
     const unsigned* registers[32];  // of each lane, if A is there
     unsigned held[32][4];           // what they had
-    std::vector<unsigned short> tiles;  // once they are read: 16 rows of A, then B, 16 elements of k each
+    // Once they are read: 16 rows of A, then B, 32 bytes of k each, in pairs.
+    std::vector<unsigned short> tiles;
 };
 
 // Sums in registers that products are being added to.

@@ -145,8 +145,7 @@ Products& products_of(Fiber* f) {
 // copies and products of.
 enum Sight { EMU_ALL_THERE, EMU_FENCED };
 
-// Copies rows `first` to `first + num` of a tile, 16 elements of k each, to `to`; rows are along m
-// or n.
+// Copies rows `first` to `first + num` of a tile, 32 bytes of k each, to `to`; rows are along m or n.
 void read_rows(Fiber* f, u64 desc, bool mn, unsigned first, unsigned num, Sight sight, unsigned short* to) {
     const u64 start = (desc & 0x3fff) << 4, chunk = (desc >> 16 & 0x3fff) << 4, eight = (desc >> 32 & 0x3fff) << 4;
     const unsigned char* from = dynamic_of(f->block);
@@ -171,7 +170,7 @@ void read_tiles(Fiber* f, Product* q, unsigned warp, Sight sight = EMU_ALL_THERE
     if (q->registers[0] == nullptr) {
         read_rows(f, q->a, q->flags & EMU_WG_A_MN, warp % 4 * 16, 16, sight, a);
     } else {
-        // Lane, register, half.
+        // Lane, register, half: of pairs of e4m3 as of elements of 16 bits.
         for (unsigned i = 0; i < 16; i++)
             for (unsigned k = 0; k < 16; k++)
                 a[i * 16 + k] = (unsigned short)(q->held[i % 8 * 4 + k % 8 / 2][k / 8 * 2 + i / 8] >> k % 2 * 16);
@@ -191,22 +190,42 @@ unsigned sum_index(unsigned lane, unsigned i, unsigned n) {
     return (lane / 4 + i / 2 % 2 * 8) * n + i / 4 * 8 + lane % 4 * 2 + i % 2;
 }
 
+float value_of_e4m3(unsigned char code) {
+    const unsigned exp = code >> 3 & 15, frac = code & 7;
+    const float sign = code >> 7 ? -1.0f : 1.0f;
+    if (exp == 15 && frac == 7) return __builtin_nanf("");
+    return sign * (exp == 0 ? (float)frac * 0x1p-9f : __builtin_ldexpf((float)(8 + frac), (int)exp - 10));
+}
+
+// The elements of `num` rows of 32 bytes of k.
+std::vector<float> elements(const Product& q, unsigned first, unsigned num) {
+    const unsigned short* from = &q.tiles[first * 16];
+    std::vector<float> v;
+    if (q.flags & EMU_WG_E4M3) {
+        const unsigned char* codes = (const unsigned char*)from;
+        for (unsigned i = 0; i < num * 32; i++) v.push_back(value_of_e4m3(codes[i]));
+    } else {
+        const EmuElement type = q.flags & EMU_WG_F16 ? EMU_F16 : EMU_BF16;
+        for (unsigned i = 0; i < num * 16; i++) v.push_back(value_of(type, (const char*)(from + i)));
+    }
+    return v;
+}
+
 void multiply(Fiber* f, Products& p, Product* q) {
     if (!q->read) read_tiles(f, q, f->index / 32);
     Sums* s = sums_at(p, q->d[0]);
     if (!q->adds) std::fill(s->v.begin(), s->v.end(), 0.0f);
-    const EmuElement type = q->flags & EMU_WG_F16 ? EMU_F16 : EMU_BF16;
-    const unsigned n = q->n;
-    std::vector<float> a(16 * 16), b(16 * n);
-    for (unsigned i = 0; i < 16 * 16; i++) a[i] = value_of(type, (const char*)&q->tiles[i]);
+    const unsigned n = q->n, depth = q->flags & EMU_WG_E4M3 ? 32 : 16;
+    const std::vector<float> a = elements(*q, 0, 16), rows = elements(*q, 16, n);
+    std::vector<float> b(depth * n);
     for (unsigned i = 0; i < n; i++)
-        for (unsigned k = 0; k < 16; k++) b[k * n + i] = value_of(type, (const char*)&q->tiles[256 + i * 16 + k]);
+        for (unsigned k = 0; k < depth; k++) b[k * n + i] = rows[i * depth + k];
     // Each sum in the order of k. Eight columns at once: n is a multiple of 8.
     typedef float Eight __attribute__((vector_size(32), aligned(4), may_alias));
     for (unsigned row = 0; row < 16; row++)
         for (unsigned at = 0; at < n; at += 8) {
             Eight sum = *(const Eight*)&s->v[row * n + at];
-            for (unsigned k = 0; k < 16; k++) sum += a[row * 16 + k] * *(const Eight*)&b[k * n + at];
+            for (unsigned k = 0; k < depth; k++) sum += a[row * depth + k] * *(const Eight*)&b[k * n + at];
             *(Eight*)&s->v[row * n + at] = sum;
         }
 }
@@ -365,6 +384,18 @@ void emu_tensor_store(const void* map, const void* shared, const int* at, unsign
     f->stored_groups = f->groups + 1;
     issue_checked(f, f->block->worker, f->block,
                   {nullptr, (const char*)shared, bytes_of(box.map), 0, 0, 0, 0, nullptr, 0, false, {}, box});
+}
+
+// The code of `x`: nearest even, saturated.
+unsigned emu_e4m3(float x) {
+    if (__builtin_isnan(x)) return 0x7f;
+    const unsigned sign = __builtin_signbit(x) ? 0x80 : 0;
+    const float v = __builtin_fabsf(x);
+    if (v >= 448.0f) return sign | 0x7e;
+    // In units of the last place, of which subnormals have one, too.
+    int exp = v < 0x1p-6f ? -6 : __builtin_ilogbf(v);
+    const unsigned units = (unsigned)__builtin_nearbyintf(__builtin_ldexpf(v, 3 - exp));
+    return sign | (units < 8 ? units : ((unsigned)(exp + 6) << 3) + units);
 }
 
 u64 emu_product_desc(const void* tile) {

@@ -278,15 +278,12 @@ abi! {
         status: u64,
         accumulate: u64,
         stride: i64,
-        groups: u32,
-        pad: u32,
+        groups: u32, pad: u32,
         table: u64,
     }
 
     /// Addresses of at most 64 groups, for `tw_grouped_table`.
-    "grouped_gemm/sm80_grouped_gemm.cu" TwAddresses {
-        at: [u64; 64],
-    }
+    "grouped_gemm/sm80_grouped_gemm.cu" TwAddresses { at: [u64; 64], }
 
     /// A segment of consecutive rows of one sequence.
     "attention/segments.cuh" TwSeg {
@@ -357,6 +354,9 @@ abi! {
 
     /// Memory in which the kernel of five products sums dq.
     "attention/hopper_fused.cuh" TwDqSums { sums: u64, words: u64, }
+
+    /// Scales of e4m3, and memory for transposed values.
+    "attention/hopper_fp8.cuh" TwFp8 { q_scales: u64, k_scales: u64, v_scales: u64, values: u64, num_other: u32, pad: u32, }
 
     /// Segments that `tw_attn_table` writes to device memory.
     "attention/segments.cuh" TwTable { to: u64, num: u32, pad: u32, segs: [TwSeg; TABLE], }

@@ -196,6 +196,7 @@ pub const ALL: &[Source] = &[
     attention::hopper::SM90_ATTENTION_BWD,
     attention::hopper_fused::SM90_ATTENTION_GRADS,
     attention::hopper_gates::SM90_ATTENTION_GATED,
+    attention::hopper_fp8::SM90_ATTENTION_FP8,
     LINKS,
     LINKS_BULK,
     LITMUS,

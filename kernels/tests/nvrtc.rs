@@ -16,6 +16,7 @@ use tilewire_device::jit::{Compiler, KernelSpec, kernel_uses};
 use tilewire_kernels::attention::hopper::{
     HopperGrad, HopperVariant, SM90_ATTENTION, SM90_ATTENTION_BWD,
 };
+use tilewire_kernels::attention::hopper_fp8::SM90_ATTENTION_FP8;
 use tilewire_kernels::attention::hopper_fused::SM90_ATTENTION_GRADS;
 use tilewire_kernels::attention::hopper_gates::{HopperGated, SM90_ATTENTION_GATED};
 use tilewire_kernels::portable::portable;
@@ -104,6 +105,9 @@ fn compile(s: &Source, defines: &[(String, u64)], arch: &str) -> Result<String, 
 const HGMMA: u64 = 0x9f0;
 /// HGMMA with A in registers.
 const HGMMA_R: u64 = 0xdf0;
+/// The same of FP8.
+const QGMMA: u64 = 0x9f3;
+const QGMMA_R: u64 = 0xdf3;
 const USETMAXREG: u64 = 0x9c8;
 const LDL: u64 = 0x983;
 const STL: u64 = 0x387;
@@ -118,8 +122,13 @@ type Counts = [usize; 5];
 
 /// What must be in the machine code of kernel `name`.
 fn expected(s: &Source, defines: &[(String, u64)], name: &str) -> Counts {
-    const PLAIN: [&str; 4] =
-        ["tw_attn_table", "tw_attn_delta", "tw_attn_dq_of_sums", "tw_hopper_sum_parts"];
+    const PLAIN: [&str; 5] = [
+        "tw_attn_table",
+        "tw_attn_delta",
+        "tw_attn_dq_of_sums",
+        "tw_attn_fp8_values",
+        "tw_hopper_sum_parts",
+    ];
     if PLAIN.contains(&name) {
         return [0; 5];
     }
@@ -146,6 +155,11 @@ fn expected(s: &Source, defines: &[(String, u64)], name: &str) -> Counts {
         let v = all.iter().find(|v| v.defines() == defines).expect("a variant of the list");
         // As without gates. A loader fences behind a gate, in two places where it loads keys.
         return [3 * v.base.dqk / 16, 3 * v.keys() / 16, 2, 0, 2];
+    }
+    if s.name == SM90_ATTENTION_FP8.name {
+        // 128 elements or keys are four products. Those of scores stand in three places; of values
+        // two halves in the loop, and two for the last tile.
+        return [3 * 4, 4 * 4, 2, 0, 0];
     }
     if s.name != SM90_ATTENTION.name {
         // 64 elements of k are four products. The barriers stand where the blocks of a cluster meet
@@ -177,7 +191,8 @@ fn machine_code(s: &Source, defines: &[(String, u64)], cubin: &[u8]) -> Result<S
             .filter(|w| w[0] & 0xfff == MEMBAR && w[1] >> 12 & 0xf == OF_GPU)
             .count();
         let local = count(LDL) + count(STL);
-        let found = [count(HGMMA), count(HGMMA_R), count(USETMAXREG), local, of_gpu];
+        let products = [count(HGMMA) + count(QGMMA), count(HGMMA_R) + count(QGMMA_R)];
+        let found = [products[0], products[1], count(USETMAXREG), local, of_gpu];
         let wanted = expected(s, defines, name);
         if found != wanted {
             let what = "products, those of registers, setmaxnreg, local memory, barriers";

@@ -4,6 +4,7 @@ use tilewire_core::{DType, Result};
 use tilewire_device::Device;
 use tilewire_device::jit::KernelSpec;
 use tilewire_kernels::attention::hopper::{SM90_ATTENTION, SM90_ATTENTION_BWD};
+use tilewire_kernels::attention::hopper_fp8::SM90_ATTENTION_FP8;
 use tilewire_kernels::attention::hopper_fused::SM90_ATTENTION_GRADS;
 use tilewire_kernels::attention::hopper_gates::SM90_ATTENTION_GATED;
 use tilewire_kernels::attention::split::SM80_ATTENTION_SPLIT;
@@ -46,8 +47,10 @@ fn specs_of(arch: &str, core: bool, dtype: DType, heads: &[(usize, usize)]) -> V
     };
     // Plans of one product need one or two of the many variants, each of which takes seconds.
     let mut others = vec![SM80_ATTENTION, PLAIN_ATTENTION, SM90_ATTENTION, SM90_ATTENTION_BWD];
-    // No model asks for gradients by one kernel, for gates, or for few queries over many keys.
+    // No model asks for gradients by one kernel, for gates, for few queries over many keys, or for
+    // FP8.
     others.extend([SM90_ATTENTION_GRADS, SM90_ATTENTION_GATED, SM80_ATTENTION_SPLIT]);
+    others.push(SM90_ATTENTION_FP8);
     others.extend([HOPPER_GEMM, HOPPER_SUM_PARTS]);
     if !core {
         others.push(HOPPER_GROUPED_GEMM);

@@ -6,7 +6,9 @@
 use tilewire_core::*;
 use tilewire_device::Stream;
 use tilewire_ops::ag_gemm::*;
-use tilewire_ops::attention::{AttentionDesc, AttnConfig, AttnMask, BiasShape, Dropout, Sequences};
+use tilewire_ops::attention::{
+    AttentionDesc, AttnConfig, AttnMask, BiasShape, Dropout, HeadScales, Sequences,
+};
 use tilewire_ops::collective::*;
 use tilewire_ops::common::{OverlapConfig, Via};
 use tilewire_ops::cp_attention::{
@@ -225,8 +227,10 @@ fn attention_descriptions() {
         out: Same = DType::BF16, mask: Same = AttnMask::window(2, 4), scale: Same = 0.25,
         softcap: Same = Some(20.0), dropout: Same = Some(Dropout { p: 0.1, seed: 8 }),
         bias: Same = Some(BiasShape { heads: 4, sq: 12, skv: 12 }), sink: Same = true,
-        sequences: Same = seqs,
+        sequences: Same = seqs, scales: Same = HeadScales::Token,
     });
+    // Plans with other scales are refused before anyone compares.
+    flips.retain(|(field, ..)| *field != "scales");
     let also = |f: &'static str, d: AttentionDesc| (f, Rule::Same, d);
     flips.push(also("mask.right", AttentionDesc { mask: AttnMask::window(3, 5), ..attn.clone() }));
     let dropout = Some(Dropout { p: 0.2, seed: 7 });

@@ -4,6 +4,8 @@
 
 #[path = "gpu/attention.rs"]
 mod attention;
+#[path = "gpu/attention_fp8.rs"]
+mod attention_fp8;
 #[path = "gpu/attention_fused.rs"]
 mod attention_fused;
 #[path = "gpu/attention_hopper.rs"]

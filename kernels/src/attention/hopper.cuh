@@ -252,26 +252,6 @@ __device__ __forceinline__ void tw_ha_drop(const TwAttn& a, TwHaScores& p, const
     tw_ha_pairs<true>(a, at).drop<TW_HA_N / 2>([&](u32 e, bool kept) { p[e] = kept ? p[e] : 0.0f; });
 }
 
-// Sets scores to -inf where the mask hides the pair or the key is behind the tile's last.
-__device__ __forceinline__ void tw_ha_mask(const TwAttn& a, TwHaScores& s, const TwQueries& q, const TwKeys& k) {
-    const int at = q.at + (int)(threadIdx.x / 128 * 64);
-    if (k.num == TW_HA_N && k.pos >= at + 63 - a.left && k.pos + (int)TW_HA_N - 1 <= at + a.right) return;
-    // Relative to this lane's first column, so that columns are constants.
-    const int lane = (int)(threadIdx.x % 4 * 2);
-#pragma unroll
-    for (u32 half = 0; half < 2; half++) {
-        const int own = q.at + (int)(threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4 + 8 * half) - k.pos;
-        const int first = own - a.left - lane, last = min(own + a.right, (int)k.num - 1) - lane;
-#pragma unroll
-        for (u32 j = 0; j < TW_HA_N / 8; j++)
-#pragma unroll
-            for (u32 e = 0; e < 2; e++) {
-                const int col = (int)(8 * j + e);
-                if (col < first || col > last) s[4 * j + 2 * half + e] = -TW_INF;
-            }
-    }
-}
-
 // Turns products into unnormalised probabilities.
 __device__ __forceinline__ void tw_ha_softmax(TwHaScores& s, TwHaRows& r, float factor) {
 #pragma unroll
@@ -368,7 +348,7 @@ __device__ __forceinline__ void tw_ha_attend(const TwAttn& a, const TwTensorMap*
             const TwPlace& at = s.places[slot];
             const TwPairTile pairs = {q.head, at.pos, (u32)k.pos, at.global, global, q.num, k.num};
             if (TW_ATTN_EXTRA) tw_ha_scores(a, scores, pairs);
-            tw_ha_mask(a, scores, q, k);
+            tw_ha_mask<TW_HA_N>(a, scores, q.at, k.pos, k.num);
             tw_ha_softmax(scores, r, factor);
             if (TW_ATTN_EXTRA && a.drop_below) tw_ha_drop(a, scores, pairs);
         };

@@ -62,6 +62,28 @@ template <bool QUERIES> __device__ __forceinline__ TwLanePairs<QUERIES> tw_ha_pa
     return {a, at, threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4, threadIdx.x % 4 * 2};
 }
 
+// Sets scores of a tile of queries, whose first one is at position `q_at` among the keys, and a
+// tile of N keys from `k_pos` on to -inf where the mask hides the pair or the key is behind `num`
+// keys.
+template <u32 N> __device__ __forceinline__ void tw_ha_mask(const TwAttn& a, float (&s)[N / 2], int q_at, int k_pos, u32 num) {
+    const int at = q_at + (int)(threadIdx.x / 128 * 64);
+    if (num == N && k_pos >= at + 63 - a.left && k_pos + (int)N - 1 <= at + a.right) return;
+    // Relative to this lane's first column, so that columns are constants.
+    const int lane = (int)(threadIdx.x % 4 * 2);
+#pragma unroll
+    for (u32 half = 0; half < 2; half++) {
+        const int own = q_at + (int)(threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4 + 8 * half) - k_pos;
+        const int first = own - a.left - lane, last = min(own + a.right, (int)num - 1) - lane;
+#pragma unroll
+        for (u32 j = 0; j < N / 8; j++)
+#pragma unroll
+            for (u32 e = 0; e < 2; e++) {
+                const int col = (int)(8 * j + e);
+                if (col < first || col > last) s[4 * j + 2 * half + e] = -TW_INF;
+            }
+    }
+}
+
 // Loads D columns of head `head`, of ROWS rows from `row` on, of which `num` are there.
 template <u32 D, u32 ROWS>
 __device__ __forceinline__ void tw_ha_load(u8* to, const TwTensorMap* map, u64* bar, u32 head, u32 row, u32 num) {

@@ -3,11 +3,13 @@
 use crate::Source;
 
 pub mod hopper;
+pub mod hopper_fp8;
 pub mod hopper_fused;
 pub mod hopper_gates;
 pub mod split;
 
 use hopper::{HopperGrad, HopperVariant, SM90_ATTENTION, SM90_ATTENTION_BWD};
+use hopper_fp8::SM90_ATTENTION_FP8;
 use hopper_fused::{HopperFused, SM90_ATTENTION_GRADS};
 use hopper_gates::{HopperGated, SM90_ATTENTION_GATED};
 use split::{SM80_ATTENTION_SPLIT, Split};
@@ -271,7 +273,7 @@ pub fn attention() -> Vec<(Source, Vec<(String, u64)>)> {
         .chain(grads)
         .chain(fused)
         .chain(Split::all().into_iter().map(|v| (SM80_ATTENTION_SPLIT, v.defines())))
-        .chain([(SEQUENCES, Vec::new())])
+        .chain([(SM90_ATTENTION_FP8, hopper_fp8::defines()), (SEQUENCES, Vec::new())])
         .collect()
 }
 

@@ -52,7 +52,7 @@ enum : u32 {
     TW_S_K_BYTES = TW_SN * TW_DQP * 2,
     TW_S_STAGE = TW_S_K_BYTES + TW_SN * TW_DVP * 2,
     TW_SPLIT_FEW = 48,
-    // Blocks that shared memory leaves room for: the compiler is not to save registers for more.
+    // Blocks that shared memory has space for: the compiler is not to save registers for more.
     TW_S_BLOCKS = TW_DQP + TW_DVP <= 128 ? 3 : TW_DQP + TW_DVP <= 256 ? 2 : 1,
 };
 static_assert(TW_SM % 16 == 0 && TW_SN == 16 * TW_S_WARPS, "a warp has 16 keys");

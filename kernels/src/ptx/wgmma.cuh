@@ -2,11 +2,13 @@
 // memory, or the first one from registers, and complete late. No includes: fixed-width types are
 // defined here.
 //
-// Operands are tiles of 16-bit elements as a tensor map with a swizzle of 128 bytes writes them:
+// Operands are tiles of 16-bit elements, or of e4m3, as a tensor map with a swizzle of 128 bytes
+// writes them. Of 16-bit elements:
 //   K-major   a row of 64 elements of k (128 bytes) for each index of m or n, one behind the other
 // MN-major  a row of 64 elements of m or n (128 bytes) for each index of k; the next 64 elements of
 //             m or n lie `chunk` bytes behind
-// A tile begins at a multiple of 1024 bytes. Source: PTX ISA, "Asynchronous warpgroup level matrix
+// Of e4m3 a tile is K-major, a row of 128 elements of k for each index of m or n. A tile begins at
+// a multiple of 1024 bytes. Source: PTX ISA, "Asynchronous warpgroup level matrix
 // instructions", strides in canonical layouts.
 
 #pragma once
@@ -22,7 +24,7 @@ __device__ __forceinline__ u32 warpgroup_index() {
     return __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
 }
 
-// The descriptor of a K-major tile. Adding 2 goes on by 16 elements of k.
+// The descriptor of a K-major tile. Adding 2 goes on by 32 bytes of k.
 __device__ __forceinline__ u64 wgmma_desc_k(const void* tile) {
     const u32 at = (u32)__cvta_generic_to_shared(tile);
     return (u64)((at & 0x3ffff) >> 4) | 1ull << 16 | 64ull << 32 | 1ull << 62;
@@ -157,6 +159,44 @@ __device__ __forceinline__ void wgmma_m64k16_f32_registers(float (&d)[N / 2], co
         if constexpr (F16) TW_WGMMA_R("f16", 256, TW_WG_L128, "%128", "%129", "%130", "%131", "%132", "%133", "%134", TW_WG_R32(0), TW_WG_R32(32), TW_WG_R32(64), TW_WG_R32(96));
         else TW_WGMMA_R("bf16", 256, TW_WG_L128, "%128", "%129", "%130", "%131", "%132", "%133", "%134", TW_WG_R32(0), TW_WG_R32(32), TW_WG_R32(64), TW_WG_R32(96));
     }
+}
+
+// One instruction of e4m3: width, list of accumulators, the operand A, the numbers of B and of the
+// predicate, what A is.
+#define TW_WGMMA_E4M3(n, list, a, b, p, in, ...)                                                              \
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " p ", 0;\n"                                               \
+                 "wgmma.mma_async.sync.aligned.m64n" #n "k32.f32.e4m3.e4m3 {" list "}, " a ", " b ", p, 1, 1;\n}" \
+                 : __VA_ARGS__                                                                                \
+                 : in, "l"(b_desc), "r"(accumulate)                                                           \
+                 : "memory")
+
+// d = A B, plus d where `accumulate` is not 0, of e4m3: A is 64 x 32, B is 32 x N, both K-major.
+// Sums are f32 and lie as above; the hardware adds them with some 14 bits.
+template <int N>
+__device__ __forceinline__ void wgmma_m64k32_f32_e4m3(float (&d)[N / 2], u64 a_desc, u64 b_desc, u32 accumulate) {
+    static_assert(N == 128, "no such width");
+    TW_WGMMA_E4M3(128, TW_WG_L64, "%64", "%65", "%66", "l"(a_desc), TW_WG_R32(0), TW_WG_R32(32));
+}
+
+#define TW_WG_A4 "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3])
+
+// The same product with A in four registers of each lane: elements 4 (l % 4) to the third behind it
+// of row l / 4, the lowest byte first, and of 8 rows more; then elements 16 behind these, of both.
+// They are read until the wait.
+template <int N>
+__device__ __forceinline__ void wgmma_m64k32_f32_e4m3_registers(float (&d)[N / 2], const u32* a, u64 b_desc, u32 accumulate) {
+    static_assert(N == 64, "no such width");
+    TW_WGMMA_E4M3(64, TW_WG_L32, "{%32, %33, %34, %35}", "%36", "%37", TW_WG_A4, TW_WG_R32(0));
+}
+
+// Four e4m3, `a` in the lowest byte: round to nearest even, saturate.
+__device__ __forceinline__ u32 cvt_rn_satfinite_e4m3x4_f32(float a, float b, float c, float d) {
+    u32 codes;
+    asm("{\n.reg .b16 low, high;\ncvt.rn.satfinite.e4m3x2.f32 low, %2, %1;\ncvt.rn.satfinite.e4m3x2.f32 high, %4, %3;\n"
+        "mov.b32 %0, {low, high};\n}"
+        : "=r"(codes)
+        : "f"(a), "f"(b), "f"(c), "f"(d));
+    return codes;
 }
 
 // Stores four 8x8 matrices of 16-bit elements, as ldmatrix_x4_b16 loads them: lanes 8i to 8i + 7

@@ -47,9 +47,9 @@ struct EmuProduct {
     u32 accumulate;
 };
 
-template <int N, bool F16, int A_MN, int B_MN>
-__device__ __forceinline__ void wgmma_m64k16_f32(float (&d)[N / 2], u64 a_desc, u64 b_desc, u32 accumulate) {
-    const EmuProduct in = {d, a_desc, b_desc, accumulate};
+// A product of N columns by all lanes of a warp.
+template <int N, u32 FLAGS>
+inline void emu_warp_product(const EmuProduct& in) {
     emu_whole_warp<EmuProduct, EmuNothing>("wgmma.mma_async", in, [](const EmuWarp<EmuProduct, EmuNothing>& w) {
         float* all[32];
         for (u32 lane = 0; lane < 32; lane++) {
@@ -58,9 +58,13 @@ __device__ __forceinline__ void wgmma_m64k16_f32(float (&d)[N / 2], u64 a_desc, 
                 emu_fail("a product whose lanes give different operands");
             all[lane] = one.d;
         }
-        const u32 flags = (F16 ? EMU_WG_F16 : 0) | (A_MN ? EMU_WG_A_MN : 0) | (B_MN ? EMU_WG_B_MN : 0);
-        emu_product(all, N, w.in(0).a, w.in(0).b, w.in(0).accumulate != 0, flags);
+        emu_product(all, N, w.in(0).a, w.in(0).b, w.in(0).accumulate != 0, FLAGS);
     });
+}
+
+template <int N, bool F16, int A_MN, int B_MN>
+__device__ __forceinline__ void wgmma_m64k16_f32(float (&d)[N / 2], u64 a_desc, u64 b_desc, u32 accumulate) {
+    emu_warp_product<N, (F16 ? EMU_WG_F16 : 0) | (A_MN ? EMU_WG_A_MN : 0) | (B_MN ? EMU_WG_B_MN : 0)>({d, a_desc, b_desc, accumulate});
 }
 
 struct EmuRegisterProduct {
@@ -70,9 +74,9 @@ struct EmuRegisterProduct {
     u32 accumulate;
 };
 
-template <int N, bool F16, int B_MN>
-__device__ __forceinline__ void wgmma_m64k16_f32_registers(float (&d)[N / 2], const u32* a, u64 b_desc, u32 accumulate) {
-    const EmuRegisterProduct in = {d, a, b_desc, accumulate};
+// The same with A in registers.
+template <int N, u32 FLAGS>
+inline void emu_warp_product_of_registers(const EmuRegisterProduct& in) {
     emu_whole_warp<EmuRegisterProduct, EmuNothing>("wgmma.mma_async", in, [](const EmuWarp<EmuRegisterProduct, EmuNothing>& w) {
         float* all[32];
         const u32* registers[32];
@@ -81,9 +85,27 @@ __device__ __forceinline__ void wgmma_m64k16_f32_registers(float (&d)[N / 2], co
             if (one.b != first.b || (one.accumulate != 0) != (first.accumulate != 0)) emu_fail("a product whose lanes give different operands");
             all[lane] = one.d, registers[lane] = one.a;
         }
-        const u32 flags = (F16 ? EMU_WG_F16 : 0) | (B_MN ? EMU_WG_B_MN : 0);
-        emu_product_of_registers(all, N, registers, w.in(0).b, w.in(0).accumulate != 0, flags);
+        emu_product_of_registers(all, N, registers, w.in(0).b, w.in(0).accumulate != 0, FLAGS);
     });
+}
+
+template <int N, bool F16, int B_MN>
+__device__ __forceinline__ void wgmma_m64k16_f32_registers(float (&d)[N / 2], const u32* a, u64 b_desc, u32 accumulate) {
+    emu_warp_product_of_registers<N, (F16 ? EMU_WG_F16 : 0) | (B_MN ? EMU_WG_B_MN : 0)>({d, a, b_desc, accumulate});
+}
+
+template <int N>
+__device__ __forceinline__ void wgmma_m64k32_f32_e4m3(float (&d)[N / 2], u64 a_desc, u64 b_desc, u32 accumulate) {
+    emu_warp_product<N, EMU_WG_E4M3>({d, a_desc, b_desc, accumulate});
+}
+
+template <int N>
+__device__ __forceinline__ void wgmma_m64k32_f32_e4m3_registers(float (&d)[N / 2], const u32* a, u64 b_desc, u32 accumulate) {
+    emu_warp_product_of_registers<N, EMU_WG_E4M3>({d, a, b_desc, accumulate});
+}
+
+__device__ __forceinline__ u32 cvt_rn_satfinite_e4m3x4_f32(float a, float b, float c, float d) {
+    return emu_e4m3(a) | emu_e4m3(b) << 8 | emu_e4m3(c) << 16 | emu_e4m3(d) << 24;
 }
 
 struct EmuMatrices {

@@ -1,173 +1,17 @@
-//! What the tests of attention share: builds, cases, an f64 reference, and the forward pass.
+//! What the tests of attention share: cases, an f64 reference, and the forward pass.
 
 use std::ops::Range;
-use std::sync::LazyLock;
 
 use bytemuck::Zeroable;
 use tilewire_core::Rng;
 use tilewire_kernels::abi::{TwAttn, TwSeg};
-use tilewire_kernels::attention::{PLAIN_ATTENTION, PLAIN_ROWS, SM80_ATTENTION, Tile};
+use tilewire_kernels::attention::hopper_fp8::FP8_KEYS;
 
-use crate::compile::Unit;
+pub use crate::attention_builds::*;
 use crate::gemm::{Type, number};
-use crate::host::{Kernel, Launch, Lib, RUNTIME};
+use crate::host::Launch;
 use crate::memory::{ANY, Memory};
 use crate::run::Run;
-
-/// What a text was compiled for.
-#[derive(Clone, Copy)]
-pub struct Build {
-    pub lib: Option<&'static Lib>,
-    /// Type of q, k and v.
-    pub input: Type,
-    /// The plain kernels, whose output and its gradient are of one type.
-    pub plain: bool,
-    pub dqk: usize,
-    pub dv: usize,
-    pub tiles: Tiles,
-}
-
-/// Tiles of the forward kernel, of dq, and of dk and dv; whether these are two kernels, or made by
-/// pairs of warps.
-#[derive(Clone, Copy)]
-pub struct Tiles {
-    pub fwd: Tile,
-    pub dq: Tile,
-    pub dkv: Tile,
-    pub split: bool,
-    pub pairs: bool,
-}
-
-/// dqk, dv, f16, extra, tiles.
-pub type Sizes = (usize, usize, bool, bool, Tiles);
-
-const fn tile(m: u64, n: u64, warps: u64) -> Tile {
-    Tile { m, n, warps }
-}
-/// Two rows of matrix instructions to a warp where the usual tiles have them.
-pub const PLAIN: Sizes = (64, 64, false, false, {
-    Tiles {
-        fwd: tile(64, 32, 2),
-        dq: tile(64, 16, 2),
-        dkv: tile(16, 32, 2),
-        split: false,
-        pairs: false,
-    }
-});
-/// dk and dv by two pairs of warps.
-pub const PAIRS: Sizes = (64, 64, false, false, {
-    Tiles {
-        fwd: tile(64, 32, 2),
-        dq: tile(64, 16, 2),
-        dkv: tile(16, 64, 4),
-        split: false,
-        pairs: true,
-    }
-});
-/// Neither dimension is a multiple of 16, and they differ.
-pub const EXTRA: Sizes = (40, 24, true, true, {
-    Tiles {
-        fwd: tile(32, 16, 2),
-        dq: tile(32, 16, 2),
-        dkv: tile(16, 32, 2),
-        split: true,
-        pairs: false,
-    }
-});
-
-impl Build {
-    pub fn kernel(&self, name: &str) -> Kernel {
-        self.lib.unwrap().kernel(name)
-    }
-
-    fn smem(&self, rows: u64) -> usize {
-        if self.plain {
-            return 0;
-        }
-        let pad = |d: usize| d.next_multiple_of(64) as u64;
-        2 * (rows * (pad(self.dqk) + pad(self.dv))) as usize
-    }
-
-    pub fn fwd_smem(&self) -> usize {
-        if self.plain {
-            return 0;
-        }
-        let widest = self.dqk.max(self.dv).next_multiple_of(64);
-        self.smem(2 * self.tiles.fwd.n) + 2 * self.tiles.fwd.m as usize * widest
-    }
-
-    pub fn dq_smem(&self) -> usize {
-        self.smem(self.tiles.dq.m + 2 * self.tiles.dq.n)
-    }
-
-    pub fn dkv_smem(&self) -> usize {
-        let t = self.tiles.dkv;
-        let pairs = if self.tiles.pairs { 4 * t.m * t.n } else { 0 };
-        self.smem(t.n + 2 * t.m) + if self.plain { 0 } else { (16 * t.m + pairs) as usize }
-    }
-}
-
-pub fn load(text: String, (dqk, dv, f16, extra, tiles): Sizes) -> Build {
-    let Tiles { fwd, dq, dkv, split, pairs } = tiles;
-    let mut b = Build {
-        lib: None,
-        input: if f16 { Type::F16 } else { Type::Bf16 },
-        plain: false,
-        dqk,
-        dv,
-        tiles,
-    };
-    let last: &[&str] = if split { &["tw_attn_dk", "tw_attn_dv"] } else { &["tw_attn_dkv"] };
-    b.lib = Some(RUNTIME.load(&Unit {
-        name: SM80_ATTENTION.name,
-        text,
-        defines: vec![
-            ("TW_ATTN_TYPE", u64::from(f16)),
-            ("TW_ATTN_DQK", dqk as u64),
-            ("TW_ATTN_DV", dv as u64),
-            ("TW_ATTN_EXTRA", u64::from(extra)),
-            ("TW_ATTN_SPLIT", u64::from(split)),
-            ("TW_ATTN_PAIRS", u64::from(pairs)),
-            ("TW_ATTN_M", fwd.m),
-            ("TW_ATTN_N", fwd.n),
-            ("TW_ATTN_WARPS", fwd.warps),
-            ("TW_ATTN_DQ_M", dq.m),
-            ("TW_ATTN_DQ_N", dq.n),
-            ("TW_ATTN_DQ_WARPS", dq.warps),
-            ("TW_ATTN_DKV_M", dkv.m),
-            ("TW_ATTN_DKV_N", dkv.n),
-            ("TW_ATTN_DKV_WARPS", dkv.warps),
-        ],
-        kernels: [SM80_ATTENTION.kernels, last].concat(),
-        smem: b.fwd_smem().max(b.dq_smem()).max(b.dkv_smem()),
-    }));
-    b
-}
-
-/// The plain kernels.
-pub fn load_plain(text: String, (dqk, dv, t, out): (usize, usize, Type, Type)) -> Build {
-    let rows = tile(PLAIN_ROWS, PLAIN_ROWS, 4);
-    let tiles = Tiles { fwd: rows, dq: rows, dkv: rows, split: false, pairs: false };
-    let lib = RUNTIME.load(&Unit {
-        name: PLAIN_ATTENTION.name,
-        text,
-        defines: vec![
-            ("TW_ATTN_IN", t as u64),
-            ("TW_ATTN_OUT", out as u64),
-            ("TW_ATTN_DQK", dqk as u64),
-            ("TW_ATTN_DV", dv as u64),
-        ],
-        kernels: PLAIN_ATTENTION.kernels.to_vec(),
-        smem: 16,
-    });
-    Build { lib: Some(lib), input: t, plain: true, dqk, dv, tiles }
-}
-
-pub static SMALL: LazyLock<Build> = LazyLock::new(|| load(SM80_ATTENTION.emu_text(), PLAIN));
-pub static PAIRED: LazyLock<Build> = LazyLock::new(|| load(SM80_ATTENTION.emu_text(), PAIRS));
-pub static F32: LazyLock<Build> =
-    LazyLock::new(|| load_plain(PLAIN_ATTENTION.emu_text(), (40, 37, Type::F32, Type::F32)));
-pub static ODD: LazyLock<Build> = LazyLock::new(|| load(SM80_ATTENTION.emu_text(), EXTRA));
 
 const GAP: i32 = i32::MIN;
 
@@ -388,6 +232,33 @@ impl Case {
 
     /// q, k and v.
     pub fn inputs(&self, on: &Build) -> [Vec<f32>; 3] {
+        let mut x = self.stored(on);
+        if on.input == Type::E4m3 {
+            let (hq, hkv) = self.heads;
+            let of = [(1, hq, on.dqk), (2, hkv, on.dqk), (3, hkv, on.dv)];
+            for (x, (t, heads, d)) in x.iter_mut().zip(of) {
+                for (i, x) in x.iter_mut().enumerate() {
+                    let (block, head) = (i / (heads * d) / FP8_KEYS, i / d % heads);
+                    *x *= Self::scale_of(t, heads, block, head);
+                }
+            }
+        }
+        x
+    }
+
+    /// The scale of a block of rows of tensor `t` and a head.
+    fn scale_of(t: u64, heads: usize, block: usize, head: usize) -> f32 {
+        2f32.powf(number(false, t + 10, block * heads + head))
+    }
+
+    /// Scales of e4m3, `[blocks of FP8_KEYS rows, heads]`.
+    pub fn scales(t: u64, rows: usize, heads: usize) -> Vec<f32> {
+        let all = 0..rows.div_ceil(FP8_KEYS) * heads;
+        all.map(|i| Self::scale_of(t, heads, i / heads, i % heads)).collect()
+    }
+
+    /// q, k and v as they lie in memory: without their scales.
+    fn stored(&self, on: &Build) -> [Vec<f32>; 3] {
         let (hq, hkv) = self.heads;
         let (qk, v) = (on.dqk, on.dv);
         let mut x = [(1, &self.q, hq * qk), (2, &self.kv, hkv * qk), (3, &self.kv, hkv * v)]
@@ -426,8 +297,16 @@ impl Case {
                 let t = (p.z - lse).exp() * p.keep * f64::from(x[2][(p.l * hkv + kvh) * on.dv + d]);
                 (y, sum) = (y + t, sum + t.abs());
             }
-            // Probabilities are rounded before the product; the rest is f32.
-            let e = (u + 1e-5) * sum + 64.0 * tiny;
+            // Probabilities are rounded before the product; the rest is f32. Those of e4m3 are
+            // 256 times as large then, with a sum of at least 1.
+            let least = match on.input {
+                Type::E4m3 => {
+                    let of = |p: &Pair| f64::from(x[2][(p.l * hkv + kvh) * on.dv + d].abs());
+                    tiny / 256.0 * pairs.iter().map(of).sum::<f64>()
+                }
+                _ => 64.0 * tiny,
+            };
+            let e = (u + 1e-5) * sum + least;
             (y, e * (1.0 + out_u) + out_u * y.abs() + out_tiny)
         };
         (lse, (0..on.dv).map(element).collect())
@@ -517,7 +396,7 @@ impl Case {
         launches: impl FnOnce(&TwAttn, u64) -> Vec<Launch<'a>>,
     ) -> (Vec<u8>, Vec<f32>) {
         let (ty, (hq, hkv)) = (Self::narrow(on), self.heads);
-        let [q, k, v] = self.inputs(on);
+        let [q, k, v] = self.stored(on);
         let tensor = |name, of_q, mut x: Vec<f32>, width| {
             self.poison(of_q, &mut x, width);
             Self::memory(name, ty, &x, width, self.pad)

@@ -3,6 +3,7 @@
 use std::sync::LazyLock;
 
 use half::{bf16, f16};
+use tilewire_core::{DType, convert_from_f32, convert_to_f32};
 use tilewire_kernels::abi::TwGemm;
 use tilewire_kernels::{SM80_GEMM, Source, gemm};
 
@@ -75,6 +76,7 @@ pub enum Type {
     Bf16 = 0,
     F16 = 1,
     F32 = 2,
+    E4m3 = 3,
 }
 
 impl Type {
@@ -84,6 +86,7 @@ impl Type {
             Type::Bf16 => (2f64.powi(-8), 0.0),
             Type::F16 => (2f64.powi(-11), 2f64.powi(-25)),
             Type::F32 => (2f64.powi(-24), 0.0),
+            Type::E4m3 => (2f64.powi(-4), 2f64.powi(-10)),
         }
     }
 
@@ -92,6 +95,11 @@ impl Type {
             Type::Bf16 => values.iter().flat_map(|v| bf16::from_f32(*v).to_ne_bytes()).collect(),
             Type::F16 => values.iter().flat_map(|v| f16::from_f32(*v).to_ne_bytes()).collect(),
             Type::F32 => values.iter().flat_map(|v| v.to_ne_bytes()).collect(),
+            Type::E4m3 => {
+                let mut codes = vec![0; values.len()];
+                convert_from_f32(DType::F8E4M3, values, &mut codes);
+                codes
+            }
         }
     }
 
@@ -101,6 +109,11 @@ impl Type {
             Type::Bf16 => pairs().map(|b| bf16::from_bits(b).to_f32()).collect(),
             Type::F16 => pairs().map(|b| f16::from_bits(b).to_f32()).collect(),
             Type::F32 => bytes.chunks_exact(4).map(bytemuck::pod_read_unaligned).collect(),
+            Type::E4m3 => {
+                let mut values = vec![0.0; bytes.len()];
+                convert_to_f32(DType::F8E4M3, bytes, &mut values);
+                values
+            }
         }
     }
 

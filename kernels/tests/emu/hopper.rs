@@ -38,6 +38,11 @@ pub fn map<const N: usize, const OUTER: usize>(
     strides: [i64; OUTER],
     rows: usize,
 ) -> TwTensorMap {
+    map_of(2, addr, (&dims, &strides), rows)
+}
+
+/// The same of elements of `size` bytes: a box has 128 bytes of columns.
+fn map_of(size: u64, addr: u64, (dims, strides): (&[usize], &[i64]), rows: usize) -> TwTensorMap {
     let mut words = [0u64; 16];
     words[0] = MARK;
     words[1] = addr;
@@ -48,9 +53,25 @@ pub fn map<const N: usize, const OUTER: usize>(
         words[7 + i] = *s as u64;
     }
     // Box, dimensions, bytes, type (only sums look at it), swizzle.
-    words[11] = BOX_COLS as u64 | (rows as u64) << 16 | 1 << 32 | 1 << 48;
-    words[12] = 1 | (N as u64) << 16 | 2 << 24 | u64::from(SWIZZLE) << 40;
+    words[11] = (2 * BOX_COLS as u64 / size) | (rows as u64) << 16 | 1 << 32 | 1 << 48;
+    words[12] = 1 | (dims.len() as u64) << 16 | size << 24 | u64::from(SWIZZLE) << 40;
     TwTensorMap { words }
+}
+
+/// [`map`] of bytes, in boxes of 128 columns.
+pub fn map_of_bytes<const N: usize, const OUTER: usize>(
+    addr: u64,
+    dims: [usize; N],
+    strides: [i64; OUTER],
+    rows: usize,
+) -> TwTensorMap {
+    map_of(1, addr, (&dims, &strides), rows)
+}
+
+/// [`ragged`] of bytes.
+pub fn ragged_bytes(addr: u64, cols: usize, ld: i64, rows: usize) -> TwTensorMap {
+    let end = (1 << 31) - (1 << 16);
+    map_of_bytes(addr, [cols, 1 << 30, end, end], [ld, ld, (1 << 34) - ld], rows)
 }
 
 /// A ragged map of rows of `cols` elements, `ld` apart (`TensorMapDesc::ragged`).

@@ -6,9 +6,11 @@
 
 mod apart;
 mod attention;
+mod attention_builds;
 mod attention_fwd;
 mod attention_grad;
 mod attention_hopper;
+mod attention_hopper_fp8;
 mod attention_hopper_fused;
 mod attention_hopper_fused_mutants;
 mod attention_hopper_gates;
@@ -109,6 +111,7 @@ fn all_tests() -> Vec<Test> {
         attention_fwd::TESTS,
         attention_grad::TESTS,
         attention_hopper::TESTS,
+        attention_hopper_fp8::TESTS,
         attention_hopper_fused::TESTS,
         attention_hopper_fused_mutants::TESTS,
         attention_hopper_gates::TESTS,

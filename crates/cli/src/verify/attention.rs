@@ -54,6 +54,15 @@ pub(super) fn cases() -> Vec<Case> {
         let shape = [("seq", seq), ("d", d)];
         v.push(Case::new(format!("attention/{words}{CORE}"), dtype, &shape, run));
     }
+    // A scale for 128 tokens: widened, and by FP8 products.
+    for (words, seq, by) in [
+        ("causal+gqa+sink+blocks", 29, ""),
+        ("causal+gqa+sink+blocks", 140, CORE),
+        ("window+padded+cross+blocks", 160, CORE),
+    ] {
+        let (name, shape) = (format!("attention/{words}{by}"), [("seq", seq), ("d", 128)]);
+        v.push(Case::new(name, DType::F8E4M3, &shape, run));
+    }
     v
 }
 
@@ -65,7 +74,11 @@ pub(super) fn words(case: &Case) -> Vec<&str> {
 fn run(ctx: &mut Ctx, case: &Case) -> Result<()> {
     let few = words(case).contains(&"few");
     let desc = describe(&words(case), (case.dim("seq"), case.dim("d")), 4, case.dtype)?;
-    let p = Problem::new(ctx, desc.clone());
+    let by_products = case.by_core() && case.dtype.is_fp8();
+    let mut p = Problem::new(ctx, desc.clone());
+    if by_products {
+        p.by_fp8_products(ctx);
+    }
     let w = p.want();
     let s = &desc.sequences;
     let [q, kv] = [s.tokens_q, s.tokens_kv].map(|n| [n].map(|n| 0..n));
@@ -92,7 +105,7 @@ fn run(ctx: &mut Ctx, case: &Case) -> Result<()> {
         if config.is_none()
             && let Some((o, g)) = offsets::run(ctx, (&plan, &p), &x)?
         {
-            if few {
+            if few || by_products {
                 // These launches are by other kernels.
                 p.check_out(ctx, &w, &o, &q)?;
                 p.check_grads(ctx, &w, &g, (&q, &kv), (DType::F32, 0))?;

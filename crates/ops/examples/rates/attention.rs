@@ -1,18 +1,20 @@
 //! Times of attention on CUDA device 0, bf16, random inputs: causal, full and windowed masks,
 //! several head dimensions, packed documents, softcap, bias and dropout. One JSON object a line,
-//! both passes by each backend that the device has, and gradients by one kernel (`hopper fused`)
-//! where there is one; rates count the pairs that the mask shows.
+//! both passes by each backend that the device has, and where there are such kernels gradients by
+//! one (`hopper fused`) and the forward pass of the same numbers as e4m3 (`hopper fp8`); rates
+//! count the pairs that the mask shows.
 //!
 //! `cargo run --release -p tilewire-ops --example rates attention [SEQ ...]`, for causal masks of
 //! those lengths alone.
 
-use tilewire_core::{DType, Result, Shape};
+use tilewire_core::{DType, Error, Result, ScaleLayout, Shape};
 use tilewire_device::cuda::CudaContext;
 use tilewire_device::{Device, Stream, Tensor};
 use tilewire_ops::attention::{
-    AttentionDesc, AttentionPlan, AttnBackend, AttnGrads, AttnInputs, AttnMask, AttnOut, AttnSaved,
-    BiasShape, Dropout, Sequences,
+    AttentionDesc, AttentionPlan, AttnBackend, AttnGrads, AttnInputs, AttnMask, AttnOperand,
+    AttnOut, AttnSaved, BiasShape, Dropout, HeadScales, Sequences,
 };
+use tilewire_ops::quant::{QuantDesc, QuantInputs, QuantPlan};
 
 use crate::{Launch, Turn, normal, take_turns};
 
@@ -108,6 +110,37 @@ impl Case {
     }
 }
 
+/// Heads that there are FP8 products for.
+const FP8_DIM: usize = 128;
+
+fn fp8_plan(case: &Case) -> Result<AttentionPlan> {
+    let (dtype, scales) = (DType::F8E4M3, HeadScales::Block128);
+    let desc = AttentionDesc { dtype, scales, ..case.desc()? };
+    AttentionPlan::with_backend(desc, None, AttnBackend::Hopper)
+}
+
+/// The same numbers as e4m3, with a scale for 128 rows of a head.
+fn fp8_inputs(stream: &Stream, x: &AttnInputs) -> Result<AttnInputs> {
+    let coded = |o: &AttnOperand| -> Result<AttnOperand> {
+        let (seq, width) = (o.data.shape().dims()[0], o.data.shape().num_elems());
+        let desc = QuantDesc::new(
+            seq,
+            width / seq,
+            o.data.dtype(),
+            DType::F8E4M3,
+            ScaleLayout::Block128x128,
+        );
+        let plan = QuantPlan::new(desc, None)?;
+        plan.prepare(stream)?;
+        let x = o.data.reshape(Shape::d2(desc.rows, desc.cols))?;
+        let done = plan.launch(stream, QuantInputs::new(&desc, &x)?)?.wait()?;
+        let q = done.row.ok_or_else(|| Error::internal("rows were asked for"))?;
+        let scales = Shape::d2(seq.div_ceil(128), width / seq / FP8_DIM);
+        Ok(AttnOperand { data: q.data, scales: Some(q.scales.reshape(scales)?) })
+    };
+    Ok(AttnInputs::new(coded(&x.q)?, coded(&x.k)?, coded(&x.v)?))
+}
+
 fn bench(ctx: &CudaContext, case: &Case) -> Result<()> {
     let (stream, device) = (Stream::on(ctx)?, Device::Cuda(ctx.clone()));
     let Case { seq, dim, heads, .. } = *case;
@@ -128,21 +161,25 @@ fn bench(ctx: &CudaContext, case: &Case) -> Result<()> {
     let like = |h: usize| empty(DType::BF16, Shape::d3(seq, h, dim));
     let (out, lse) = (like(heads.0)?, empty(DType::F32, Shape::d2(heads.0, seq))?);
     let grads = AttnGrads::new(like(heads.0)?, like(heads.1)?, like(heads.1)?);
-    let fwd = |plan: &AttentionPlan| {
+    let coded = match FP8_DIM == dim && case.extra.is_empty() {
+        true => Some((fp8_plan(case)?, fp8_inputs(&stream, &x)?)),
+        false => None,
+    };
+    let fwd = |plan: &AttentionPlan, x: &AttnInputs| {
         let out = AttnOut { out: out.clone(), lse: lse.clone() };
-        plan.launch_fwd(&stream, &x, out).map(drop)
+        plan.launch_fwd(&stream, x, out).map(drop)
     };
     let bwd = |plan: &AttentionPlan| {
         let saved = AttnSaved { out: out.clone(), lse: lse.clone(), d_out: d_out.clone() };
         plan.launch_bwd(&stream, &x, saved, grads.clone()).map(drop)
     };
     let portable = AttnBackend::Portable;
-    let mut turns = vec![Turn::new(portable, "forward", Box::new(|| fwd(&plan)) as Launch<'_>)];
+    let mut turns = vec![Turn::new(portable, "forward", Box::new(|| fwd(&plan, &x)) as Launch<'_>)];
     match hopper.prepare(&stream) {
         Err(e) if e.is_unsupported() => {}
         r => {
             r?;
-            turns.push(Turn::new(AttnBackend::Hopper, "forward", Box::new(|| fwd(&hopper))));
+            turns.push(Turn::new(AttnBackend::Hopper, "forward", Box::new(|| fwd(&hopper, &x))));
             turns.push(Turn::new(AttnBackend::Hopper, "backward", Box::new(|| bwd(&hopper))));
         }
     }
@@ -152,6 +189,15 @@ fn bench(ctx: &CudaContext, case: &Case) -> Result<()> {
         r => {
             r?;
             turns.push(Turn::new("hopper fused", "backward", Box::new(|| bwd(&fused))));
+        }
+    }
+    if let Some((plan, x)) = &coded {
+        match plan.prepare(&stream) {
+            Err(e) if e.is_unsupported() => {}
+            r => {
+                r?;
+                turns.push(Turn::new("hopper fp8", "forward", Box::new(|| fwd(plan, x))));
+            }
         }
     }
     turns.push(Turn::new(portable, "backward", Box::new(|| bwd(&plan))));

@@ -69,6 +69,33 @@ pub struct Dropout {
     pub seed: u64,
 }
 
+/// Tokens of a scale of [`HeadScales::Block128`], and elements of its heads.
+pub(crate) const BLOCK: usize = 128;
+
+/// Scales of e4m3 q, k and v: `value = code * scale`.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Hash)]
+pub enum HeadScales {
+    /// One for each (token, head), f32 `[tokens, H]`.
+    #[default]
+    Token,
+    /// One for each 128 tokens of a head, from the first row of the tensor on, f32
+    /// `[ceil(tokens / 128), H]`: those of [`ScaleLayout::Block128x128`] of `[tokens, H * 128]`.
+    /// For heads of 128, and for local attention alone. They must not be negative.
+    ///
+    /// [`ScaleLayout::Block128x128`]: crate::quant::ScaleLayout::Block128x128
+    Block128,
+}
+
+impl HeadScales {
+    /// Returns the rows of the scales of `tokens` rows.
+    pub(crate) fn rows(self, tokens: usize) -> usize {
+        match self {
+            HeadScales::Token => tokens,
+            HeadScales::Block128 => tokens.div_ceil(BLOCK),
+        }
+    }
+}
+
 /// Shape of the additive bias `[heads, sq, skv]`, by position inside the sequence and shared by all
 /// sequences.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Hash)]
@@ -94,6 +121,8 @@ pub struct AttentionDesc {
     pub dv: usize,
     /// Element type of q, k, v: f32, bf16, f16 or f8e4m3.
     pub dtype: DType,
+    /// Scales of q, k and v if they are f8e4m3.
+    pub scales: HeadScales,
     /// Element type of out, d_out, dq, dk, dv: f32, bf16 or f16.
     pub out: DType,
     /// Visible pairs.
@@ -129,6 +158,7 @@ impl AttentionDesc {
             dqk: d,
             dv: d,
             dtype,
+            scales: HeadScales::default(),
             out: if dtype.is_fp8() { DType::BF16 } else { dtype },
             mask,
             scale: 1.0 / (d.max(1) as f64).sqrt(),
@@ -161,6 +191,14 @@ impl AttentionDesc {
                 "q, k, v cannot be {}: f32, bf16, f16 or f8e4m3 is expected",
                 self.dtype
             ));
+        }
+        if self.scales == HeadScales::Block128 {
+            let good = self.dtype.is_fp8() && (self.dqk, self.dv) == (BLOCK, BLOCK);
+            if !good {
+                return Err(Error::invalid("scales of 128 tokens are of f8e4m3 heads of 128")
+                    .expected("f8e4m3, head dimensions 128 and 128")
+                    .seen(format_args!("{}, {} and {}", self.dtype, self.dqk, self.dv)));
+            }
         }
         if !plain.contains(&self.out) {
             return bad(format!("`out` cannot be {}: f32, bf16 or f16 is expected", self.out));
@@ -236,6 +274,10 @@ impl fmt::Display for AttentionDesc {
             self.dropout,
             self.bias,
             self.sink
-        )
+        )?;
+        match self.scales {
+            HeadScales::Token => Ok(()),
+            HeadScales::Block128 => f.write_str(" scales=128"),
+        }
     }
 }

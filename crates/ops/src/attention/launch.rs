@@ -4,6 +4,7 @@ use tilewire_core::memory::filled_or_unwind;
 use tilewire_core::{DType, Error, Result, Shape};
 use tilewire_device::Tensor;
 
+use super::desc::BLOCK;
 use super::{AttentionDesc, AttnOffsets, Sequences};
 use crate::common::{Named, apart, expect_tensor, wide};
 
@@ -15,8 +16,8 @@ pub(crate) struct Given<'a> {
     pub rows: LocalRows,
 }
 
-/// q, k or v: a plain tensor, or e4m3 data with one f32 scale for each (token, head),
-/// `[tokens, H]`; `value = data * scale`.
+/// q, k or v: a plain tensor, or e4m3 data with f32 scales as the description says
+/// ([`HeadScales`](super::HeadScales)); `value = data * scale`.
 #[derive(Clone, Debug)]
 pub struct AttnOperand {
     /// The elements, `[tokens, H * d]` or `[tokens, H, d]`.
@@ -38,28 +39,32 @@ impl From<&Tensor> for AttnOperand {
 }
 
 impl AttnOperand {
-    fn check(&self, what: &str, dtype: DType, dims: (usize, usize, usize)) -> Result<()> {
+    fn check(&self, what: &str, d: &AttentionDesc, dims: (usize, usize, usize)) -> Result<()> {
+        let (dtype, scales) = (d.dtype, [d.scales.rows(dims.0), dims.1]);
         expect_packed(what, &self.data, dtype, dims)?;
         match &self.scales {
             Some(_) if !dtype.is_fp8() => {
                 Err(Error::invalid(format!("`{what}` is {dtype} and has no scales")))
             }
-            Some(s) => expect_tensor(&format!("{what} scales"), s, DType::F32, &[dims.0, dims.1]),
+            Some(s) => expect_tensor(&format!("{what} scales"), s, DType::F32, &scales),
             None if dtype.is_fp8() => {
                 Err(Error::invalid(format!("`{what}` is {dtype} and needs its scales"))
-                    .expected(format_args!("f32 [{}, {}]", dims.0, dims.1)))
+                    .expected(format_args!("f32 {scales:?}")))
             }
             None => Ok(()),
         }
     }
 
-    /// The values, `[tokens, heads, d]`, with `d` elements to a scale.
+    /// The values, `[tokens, heads, d]`, of codes that were checked.
     pub(crate) fn values(&self, d: usize) -> Result<Vec<f32>> {
         let mut v = self.data.to_f32()?;
-        if let Some(s) = &self.scales {
-            for (x, s) in v.chunks_exact_mut(d).zip(s.to_f32()?) {
-                x.iter_mut().for_each(|x| *x *= s);
-            }
+        let Some(s) = &self.scales else { return Ok(v) };
+        let ([rows, heads], s) = ([0, 1].map(|i| s.shape().dims()[i]), s.to_f32()?);
+        // As checked: as many as tokens, or one for 128 of them.
+        let tokens = if rows * heads * d == v.len() { 1 } else { BLOCK };
+        for (i, x) in v.chunks_exact_mut(d).enumerate() {
+            let scale = s[i / heads / tokens * heads + i % heads];
+            x.iter_mut().for_each(|x| *x *= scale);
         }
         Ok(v)
     }
@@ -135,9 +140,9 @@ impl AttnInputs {
     }
 
     pub(crate) fn check(&self, d: &AttentionDesc, rows: LocalRows) -> Result<()> {
-        self.q.check("q", d.dtype, (rows.q, d.heads_q, d.dqk))?;
-        self.k.check("k", d.dtype, (rows.kv, d.heads_kv, d.dqk))?;
-        self.v.check("v", d.dtype, (rows.kv, d.heads_kv, d.dv))?;
+        self.q.check("q", d, (rows.q, d.heads_q, d.dqk))?;
+        self.k.check("k", d, (rows.kv, d.heads_kv, d.dqk))?;
+        self.v.check("v", d, (rows.kv, d.heads_kv, d.dv))?;
         let bias = d.bias.map(|b| [b.heads, b.sq, b.skv]);
         expect_optional("bias", &self.bias, bias.as_ref().map(|b| &b[..]))?;
         expect_optional("sink", &self.sink, d.sink.then_some(&[d.heads_q]))

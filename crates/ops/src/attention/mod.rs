@@ -15,13 +15,15 @@
 //! sequences, have `out = 0` and `lse = -inf` (`lse = sink` where a row of a sequence sees only the
 //! sink).
 //!
-//! FP8 inputs are e4m3 with one f32 scale for each (token, head), `value = data * scale`; the
-//! output and the gradients are bf16 then. All arithmetic is f32: online softmax over tiles of keys
-//! with the running maximum, sum and accumulator kept unrounded (Dao et al., FlashAttention, 2022),
-//! and the backward pass from `lse` and `delta = <d_out, out>`. The order of tiles depends on
-//! shapes alone: equal inputs give equal bits. Where all sequences have few queries
-//! ([`FEW_QUERIES`]) it depends on all sequences of the launch, on those of the plan and on the
-//! device's multiprocessors, too.
+//! FP8 inputs are e4m3 with one f32 scale for each (token, head) or each 128 tokens of a head
+//! ([`HeadScales`]), `value = data * scale`; the output and the gradients are bf16 then. On devices
+//! probabilities of 16-bit types are rounded to these before their products, and to e4m3 where the
+//! kernel of FP8 is asked for ([`AttnBackend::Hopper`]). All other arithmetic is f32: online
+//! softmax over tiles of keys with the running maximum, sum and accumulator kept unrounded (Dao et
+//! al., FlashAttention, 2022), and the backward pass from `lse` and `delta = <d_out, out>`. The
+//! order of tiles depends on shapes alone: equal inputs give equal bits. Where all sequences have
+//! few queries ([`FEW_QUERIES`]) it depends on all sequences of the launch, on those of the plan
+//! and on the device's multiprocessors, too.
 //!
 //! # Where
 //! | | |
@@ -29,6 +31,7 @@
 //! | kernel | `kernels/src/attention/sm80_attention.cu` |
 //! |  | `kernels/src/attention/sm90_attention.cu` |
 //! |  | `kernels/src/attention/sm90_attention_bwd.cu` |
+//! |  | `kernels/src/attention/sm90_attention_fp8.cu` |
 //! |  | `kernels/src/attention/sm80_attention_split.cu` |
 //! |  | `kernels/src/attention/plain_attention.cu` |
 //! |  | `kernels/src/attention/sequences.cu` |
@@ -52,7 +55,7 @@ mod tests;
 
 pub use backend::AttnBackend;
 pub(crate) use desc::bound;
-pub use desc::{AttentionDesc, AttnMask, BiasShape, Dropout};
+pub use desc::{AttentionDesc, AttnMask, BiasShape, Dropout, HeadScales};
 pub(crate) use host::{Grads, Upstream, rows_first};
 pub use launch::{AttnGrads, AttnInputs, AttnOperand, AttnOut, AttnSaved};
 pub(crate) use launch::{Extra, LocalRows};

@@ -376,6 +376,7 @@ mod tests {
             "SM80_GROUPED_GEMM",
             "SM90_ATTENTION",
             "SM90_ATTENTION_BWD",
+            "SM90_ATTENTION_FP8",
             "SM90_ATTENTION_GATED",
             "SM90_ATTENTION_GRADS",
         ];

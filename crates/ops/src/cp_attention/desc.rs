@@ -9,7 +9,7 @@ use tilewire_core::{DType, Error, Rank, Result};
 
 use super::balanced;
 use super::work::extents;
-use crate::attention::{AttentionDesc, AttnMask, Sequences};
+use crate::attention::{AttentionDesc, AttnMask, HeadScales, Sequences};
 use crate::common::part;
 
 /// The rows of the global tensors that a rank holds. Queries and keys are divided alike, each by
@@ -183,6 +183,11 @@ impl CpAttentionDesc {
     /// partial gradients cannot travel, or an `a2a_size` that does not divide the team.
     pub fn check(&self, size: usize) -> Result<()> {
         self.attn.check()?;
+        if self.attn.scales != HeadScales::Token {
+            return Err(Error::invalid("scales of several tokens cannot be divided among ranks")
+                .expected("a scale for each token and head (`HeadScales::Token`)")
+                .seen(format_args!("{:?}", self.attn.scales)));
+        }
         self.layout.check(&self.attn.sequences, size)?;
         if ![DType::F32, DType::F8E4M3, DType::F8E5M2].contains(&self.dkv_wire) {
             return Err(Error::invalid("partial dK and dV cannot be sent in this type")

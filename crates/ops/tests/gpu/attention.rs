@@ -4,7 +4,7 @@ use tilewire_core::{DType, Rng, Shape};
 use tilewire_device::{Stream, Tensor};
 use tilewire_ops::attention::{
     AttentionDesc, AttentionPlan, AttnBackend, AttnGrads, AttnInputs, AttnMask, AttnOffsets,
-    AttnOperand, AttnOut, AttnSaved, BiasShape, Dropout, Sequences,
+    AttnOperand, AttnOut, AttnSaved, BiasShape, Dropout, HeadScales, Sequences,
 };
 use tilewire_oracle::Mat;
 use tilewire_oracle::attention as oracle;
@@ -13,7 +13,7 @@ use crate::common::{Gpu, Out, WIDE, gpu, random, refill};
 
 /// Operands, as the oracle takes them.
 struct Data {
-    /// Of FP8: codes and scales `[tokens, heads]` of q, k and v.
+    /// Of FP8: codes and scales of q, k and v.
     codes: Option<[(Mat, Mat); 3]>,
     q: Mat,
     k: Mat,
@@ -29,20 +29,26 @@ impl Data {
         let mut m = |rows, cols, t| random(rng, rows, cols, t);
         if d.dtype.is_fp8() {
             let scale = |v: f64| f64::from((0.2 + v.abs()) as f32);
-            let mut coded = |rows, heads, dim| {
-                (m(rows, heads * dim, d.dtype), m(rows, heads, DType::F32).map(scale))
+            let tokens = match d.scales {
+                HeadScales::Token => 1,
+                HeadScales::Block128 => 128,
+            };
+            let mut coded = |rows: usize, heads, dim| {
+                let scales = m(rows.div_ceil(tokens), heads, DType::F32).map(scale);
+                (m(rows, heads * dim, d.dtype), scales)
             };
             let codes = [
                 coded(s.tokens_q, d.heads_q, d.dqk),
                 coded(s.tokens_kv, d.heads_kv, d.dqk),
                 coded(s.tokens_kv, d.heads_kv, d.dv),
             ];
-            let wide = AttentionDesc { dtype: DType::F32, ..d.clone() };
+            let scales = HeadScales::Token;
+            let wide = AttentionDesc { dtype: DType::F32, scales, ..d.clone() };
             let [q, k, v] = codes.each_ref().map(|(x, s)| {
                 let dim = x.cols / s.cols;
                 // Rounded once to f32, as every bit counts.
                 Mat::from_fn(x.rows, x.cols, |i, j| {
-                    f64::from(x.at(i, j) as f32 * s.at(i, j / dim) as f32)
+                    f64::from(x.at(i, j) as f32 * s.at(i / tokens, j / dim) as f32)
                 })
             });
             return Self { codes: Some(codes), q, k, v, ..Self::new(&wide, rng) };
@@ -102,9 +108,9 @@ struct Magnitudes {
 /// Softmax and products in f32.
 const SMALL: f64 = 3e-5;
 
-fn magnitudes(d: &AttentionDesc, x: &Data, want: &oracle::AttnOut) -> Magnitudes {
+fn magnitudes(d: &AttentionDesc, x: &Data, want: &oracle::AttnOut, by: By) -> Magnitudes {
     let (spec, seqs) = spec(d);
-    let u = roundoff(d.dtype) * 1.1 + SMALL;
+    let u = by.roundoff(d) * 1.1 + SMALL;
     let abs = |m: &Mat| m.map(f64::abs);
     let (v, d_out) = (abs(&x.v), abs(&x.d_out));
     let out = oracle::attention(&spec, &oracle::AttnInputs { v: &v, ..x.inputs() }, &seqs).o;
@@ -199,6 +205,14 @@ impl By {
             By::Fused => of(AttnBackend::Hopper).with_fused_backward(),
         }
     }
+
+    /// Of the type that kernels round probabilities and the gradients of scores to.
+    fn roundoff(self, d: &AttentionDesc) -> f64 {
+        match self {
+            By::Backend(AttnBackend::Hopper) if d.dtype.is_fp8() => 2f64.powi(-4),
+            _ => roundoff(d.dtype),
+        }
+    }
 }
 
 /// Tensors of a plan on the device.
@@ -265,14 +279,14 @@ fn run(g: &Gpu, d: &AttentionDesc) {
 
 /// The same by a backend or kernel; what the plan says of itself.
 pub fn run_by(g: &Gpu, d: &AttentionDesc, by: impl Into<By>) -> String {
-    let what = format!("{d}");
+    let (what, by) = (format!("{d}"), by.into());
     let x = Data::new(d, &mut Rng::new(11));
-    let side = Side::new(g, d, &x, by.into());
+    let side = Side::new(g, d, &x, by);
     side.launch(&g.stream);
     g.stream.synchronize().unwrap();
     let (spec, seqs) = spec(d);
     let want = oracle::attention(&spec, &x.inputs(), &seqs);
-    let off = magnitudes(d, &x, &want);
+    let off = magnitudes(d, &x, &want, by);
     check(&format!("{what} lse"), &side.lse, &want.lse, &want.lse.map(|l| 1e-5 * (4.0 + l.abs())));
     check(&format!("{what} out"), &side.out, &want.o, &off.out);
     let grads = oracle::attention_bwd(&spec, &x.inputs(), &seqs, &x.d_out);
@@ -299,15 +313,16 @@ pub fn run_by(g: &Gpu, d: &AttentionDesc, by: impl Into<By>) -> String {
 }
 
 /// The forward pass of `seqs` by a plan of `d`, which has as many rows and more; also by offsets.
-pub fn launches_by(g: &Gpu, d: &AttentionDesc, seqs: Sequences) {
-    let plan = By::Backend(AttnBackend::Auto).plan(d);
+pub fn launches_by(g: &Gpu, d: &AttentionDesc, by: AttnBackend, seqs: Sequences) {
+    let by = By::from(by);
+    let plan = by.plan(d);
     plan.prepare(&g.stream).unwrap();
     let d = AttentionDesc { sequences: seqs, ..d.clone() };
     let (what, x) = (format!("{d}"), Data::new(&d, &mut Rng::new(12)));
     let (spec, seqs) = spec(&d);
     let want = oracle::attention(&spec, &x.inputs(), &seqs);
-    let off = magnitudes(&d, &x, &want);
-    let side = Side::new(g, &d, &x, AttnBackend::Auto.into());
+    let off = magnitudes(&d, &x, &want, by);
+    let side = Side::new(g, &d, &x, by);
     let cu = |of: &[std::ops::Range<usize>]| {
         let all: Vec<i32> = [0].into_iter().chain(of.iter().map(|r| r.end as i32)).collect();
         g.move_here(&Tensor::from_slice(&all, Shape::d1(all.len())).unwrap())

@@ -93,7 +93,7 @@ fn plans_of_few_queries_take_other_sequences() {
         vec![(19, 150), (3, 100)],
         vec![(0, 5)],
     ] {
-        launches_by(&g, &plan, batch(&lens, 0));
+        launches_by(&g, &plan, AttnBackend::Auto, batch(&lens, 0));
     }
 }
 

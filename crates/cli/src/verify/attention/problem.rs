@@ -22,20 +22,25 @@ pub struct Operand {
     quantised: Option<Codes>,
 }
 
-/// FP8 codes `[rows, heads, d]` and f32 scales `[rows, heads]`.
-#[derive(Default)]
+/// FP8 codes `[rows, heads, d]` and f32 scales of `tokens` rows and a head each.
 struct Codes {
     data: Vec<u8>,
     scales: Vec<u8>,
+    tokens: usize,
 }
 
 impl Operand {
-    fn new(ctx: &mut Ctx, rows: usize, heads: usize, d: usize, dtype: DType) -> Self {
+    fn new(ctx: &mut Ctx, rows: usize, heads: usize, d: usize, a: &AttentionDesc) -> Self {
+        let dtype = a.dtype;
         if !dtype.is_fp8() {
             return Self { values: ctx.random(rows, heads * d, dtype), heads, quantised: None };
         }
         let x = ctx.random(rows, heads * d, DType::F32);
-        let (codes, values) = per_head(&x, heads);
+        let tokens = match a.scales {
+            HeadScales::Token => 1,
+            HeadScales::Block128 => 128,
+        };
+        let (codes, values) = quantised(&x, heads, tokens);
         Self { values, heads, quantised: Some(codes) }
     }
 
@@ -47,37 +52,41 @@ impl Operand {
         let Some(q) = &self.quantised else {
             return Ok(ctx.place(Tensor::from_f32(&rows.to_f32(), dtype, shape)?)?.into());
         };
-        let pick = |x: &[u8], width: usize| -> Vec<u8> {
-            let each = spans.iter().map(|s| x[s.start * width..s.end * width].to_vec());
+        let pick = |x: &[u8], width: usize, tokens: usize| -> Vec<u8> {
+            let part = |s: &Range<usize>| s.start / tokens * width..s.end.div_ceil(tokens) * width;
+            let each = spans.iter().map(|s| x[part(s)].to_vec());
             each.collect::<Vec<_>>().concat()
         };
         let memory = |b: &[u8]| tilewire::device::Memory::from_bytes(b);
-        let data = Tensor::over(memory(&pick(&q.data, self.values.cols)), 0, dtype, shape)?;
-        let scales = memory(&pick(&q.scales, 4 * self.heads));
-        let shape = Shape::d2(rows.rows, self.heads);
+        let data = Tensor::over(memory(&pick(&q.data, self.values.cols, 1)), 0, dtype, shape)?;
+        let scales = memory(&pick(&q.scales, 4 * self.heads, q.tokens));
+        let shape = Shape::d2(rows.rows.div_ceil(q.tokens), self.heads);
         let scales = ctx.place(Tensor::over(scales, 0, DType::F32, shape)?)?;
         Ok(AttnOperand { data: ctx.place(data)?, scales: Some(scales) })
     }
 }
 
-/// e4m3 with one f32 scale for each (row, head), whatever the head's width: codes and scales, and
-/// the values that they stand for.
-fn per_head(x: &Mat, heads: usize) -> (Codes, Mat) {
+/// e4m3 with one f32 scale for each (`tokens` rows, head), whatever the head's width: codes and
+/// scales, and the values that they stand for.
+fn quantised(x: &Mat, heads: usize, tokens: usize) -> (Codes, Mat) {
     let spec = QuantSpec::new(DType::F8E4M3, ScaleLayout::Tensor);
     let d = (x.cols / heads).max(1);
-    let parts = x.data.chunks_exact(d).map(|head| {
-        let scale = spec.scale(head.iter().fold(0.0, |m: f64, v| m.max(v.abs())));
-        (scale as f32, head.iter().map(move |&v| code(spec.dtype, v, scale)))
-    });
-    let (mut codes, mut values) = (Codes::default(), Mat::zeros(x.rows, x.cols));
-    for ((scale, head), out) in parts.zip(values.data.chunks_exact_mut(d)) {
-        codes.scales.extend(scale.to_ne_bytes());
-        for (code, v) in head.zip(out) {
-            codes.data.push(code);
-            *v = fp8::decode(spec.dtype, code) * f64::from(scale);
-        }
+    let scale_of = |block: usize, head: usize| {
+        let rows = block * tokens..((block + 1) * tokens).min(x.rows);
+        let all = rows.flat_map(|r| &x.row(r)[head * d..(head + 1) * d]);
+        spec.scale(all.fold(0.0, |m: f64, v| m.max(v.abs())))
+    };
+    let blocks = (0..x.rows.div_ceil(tokens)).flat_map(|b| (0..heads).map(move |h| (b, h)));
+    let scales: Vec<f64> = blocks.map(|(b, h)| scale_of(b, h)).collect();
+    let (mut data, mut values) = (Vec::new(), Mat::zeros(x.rows, x.cols));
+    for (i, (from, out)) in x.data.iter().zip(&mut values.data).enumerate() {
+        let scale = scales[i / x.cols / tokens * heads + i % x.cols / d];
+        let code = code(spec.dtype, *from, scale);
+        data.push(code);
+        *out = fp8::decode(spec.dtype, code) * f64::from(scale as f32);
     }
-    (codes, values)
+    let scales = scales.iter().flat_map(|s| (*s as f32).to_ne_bytes()).collect();
+    (Codes { data, scales, tokens }, values)
 }
 
 /// Rows of `m` in the order of `spans`.
@@ -95,8 +104,8 @@ pub struct Problem {
     bias: Option<oracle::Bias>,
     sink: Option<Vec<f64>>,
     d_o: Mat,
-    /// Kernels of 16-bit types round probabilities to these before their products; others do not.
-    rounds: bool,
+    /// The type that kernels round probabilities to before their products, if they do.
+    rounds: Option<DType>,
 }
 
 /// The oracle's results, and the magnitudes of the error bound.
@@ -148,6 +157,9 @@ pub fn describe(
     if has("dims") {
         (a.dqk, a.dv) = (d + 4, d.saturating_sub(3).max(1));
     }
+    if has("blocks") {
+        a.scales = HeadScales::Block128;
+    }
     a.sequences = sequences(words, seq)?;
     a.softcap = has("softcap").then_some(2.0);
     a.sink = has("sink");
@@ -161,9 +173,9 @@ pub fn describe(
 impl Problem {
     pub fn new(ctx: &mut Ctx, desc: AttentionDesc) -> Self {
         let (a, s) = (&desc, &desc.sequences);
-        let q = Operand::new(ctx, s.tokens_q, a.heads_q, a.dqk, a.dtype);
-        let k = Operand::new(ctx, s.tokens_kv, a.heads_kv, a.dqk, a.dtype);
-        let v = Operand::new(ctx, s.tokens_kv, a.heads_kv, a.dv, a.dtype);
+        let q = Operand::new(ctx, s.tokens_q, a.heads_q, a.dqk, a);
+        let k = Operand::new(ctx, s.tokens_kv, a.heads_kv, a.dqk, a);
+        let v = Operand::new(ctx, s.tokens_kv, a.heads_kv, a.dv, a);
         let d_o = ctx.random(s.tokens_q, a.heads_q * a.dv, a.out);
         let bias = a.bias.map(|b| {
             let data = ctx.random(b.heads * b.sq, b.skv, DType::F32);
@@ -171,15 +183,22 @@ impl Problem {
         });
         let sink = a.sink.then(|| ctx.random(1, a.heads_q, DType::F32).data);
         let narrow = matches!(a.dtype, DType::BF16 | DType::F16);
-        let rounds = !matches!(ctx.heap.device(), Device::Host) && narrow;
+        let on_device = !matches!(ctx.heap.device(), Device::Host);
+        let rounds = (on_device && narrow).then_some(a.dtype);
         Self { desc, q, k, v, bias, sink, d_o, rounds }
+    }
+
+    /// As computed by FP8 products, if there is a device.
+    pub fn by_fp8_products(&mut self, ctx: &Ctx) {
+        let on_device = !matches!(ctx.heap.device(), Device::Host);
+        self.rounds = on_device.then_some(DType::F8E4M3);
     }
 
     /// As if K and V had travelled as e4m3 with one scale for each (token, head).
     pub fn quantise_kv(&mut self) {
-        self.rounds = false;
+        self.rounds = None;
         for x in [&mut self.k, &mut self.v] {
-            x.values = per_head(&x.values, x.heads).1;
+            x.values = quantised(&x.values, x.heads, 1).1;
         }
     }
 
@@ -265,7 +284,7 @@ impl Problem {
         // What `Bound::local` allows for one unit of magnitude.
         let unit = 4.0 * DType::F32.unit_roundoff() * (self.k_len() as f64).sqrt();
         let stored = self.desc.out.unit_roundoff() / unit;
-        let rounded = if self.rounds { self.desc.dtype.unit_roundoff() / unit } else { 0.0 };
+        let rounded = self.rounds.map_or(0.0, |t| t.unit_roundoff() / unit);
         let by = Roundings { stored, rounded };
         let mag = magnitudes(&spec, &inputs, &seqs, &self.d_o, (&out, by));
         Want { out, grads, mag }

@@ -1,17 +1,17 @@
-//! FP8 q, k and v on CUDA devices: rows of heads, each with a scale, become f32, which the plain
-//! kernels take. Every bit counts, as on the host.
+//! FP8 q, k and v on CUDA devices: codes with their scales become f32, which the plain kernels
+//! take. Every bit counts, as on the host.
 
-use tilewire_core::{DType, Result};
+use tilewire_core::{DType, Result, ScaleLayout};
 use tilewire_device::cuda::{CudaContext, CudaMemory, CudaStream};
 
-use crate::attention::{AttentionDesc, AttnInputs, LocalRows};
+use crate::attention::{AttentionDesc, AttnInputs, HeadScales, LocalRows};
 use crate::common::cuda::{addr, workspace};
 use crate::quant::device::{Codes, Scales, Widen};
 use tilewire_kernels::abi::TwAttn;
 
 /// Returns what the kernels compute where q, k and v are widened.
 pub(crate) fn kernel_desc(d: &AttentionDesc) -> AttentionDesc {
-    AttentionDesc { dtype: DType::F32, ..d.clone() }
+    AttentionDesc { dtype: DType::F32, scales: HeadScales::Token, ..d.clone() }
 }
 
 /// Workspace for f32 queries, keys and values, and the kernel that fills it from e4m3.
@@ -60,7 +60,16 @@ impl Wide {
     ) -> Result<()> {
         let codes = Codes { x, scales, layout: Scales::Rows, shape: (rows, dim) };
         // SAFETY: the caller's contract.
-        unsafe { self.widen.launch(stream, &codes, out) }
+        unsafe { self.fill_by(stream, &codes, out) }
+    }
+
+    /// Queues the values of `codes` to `out`.
+    ///
+    /// # Safety
+    /// As [`Wide::fill`].
+    unsafe fn fill_by(&self, stream: &CudaStream, codes: &Codes, out: u64) -> Result<()> {
+        // SAFETY: the caller's contract.
+        unsafe { self.widen.launch(stream, codes, out) }
     }
 
     /// Queues q, k and v of one rank; what `p` becomes. The inputs were checked and are held.
@@ -71,14 +80,21 @@ impl Wide {
         (x, rows): (&AttnInputs, LocalRows),
         p: TwAttn,
     ) -> Result<TwAttn> {
-        let (q, kv) = (rows.q * d.heads_q, rows.kv * d.heads_kv);
+        let (q, kv) = ((rows.q, d.heads_q), (rows.kv, d.heads_kv));
         let all =
             [(&x.q, q, d.dqk, &self.q), (&x.k, kv, d.dqk, &self.k), (&x.v, kv, d.dv, &self.v)];
-        for (o, rows, dim, to) in all {
-            let from = (addr(&o.data)?, addr(o.scales.as_ref())?);
+        for (o, (tokens, heads), dim, to) in all {
+            let (layout, shape) = match d.scales {
+                HeadScales::Token => (Scales::Rows, (tokens * heads, dim)),
+                HeadScales::Block128 => {
+                    (Scales::Of(ScaleLayout::Block128x128), (tokens, heads * dim))
+                }
+            };
+            let (codes, scales) = (addr(&o.data)?, addr(o.scales.as_ref())?);
+            let codes = Codes { x: codes, scales, layout, shape };
             // SAFETY: the operand was checked against the description, which the workspace was made
             // for; both are held.
-            unsafe { self.fill(stream, from, (rows, dim), to.addr())? };
+            unsafe { self.fill_by(stream, &codes, to.addr())? };
         }
         Ok(TwAttn { q: self.q.addr(), k: self.k.addr(), v: self.v.addr(), ..p })
     }

@@ -38,12 +38,14 @@ pub(super) fn variant(d: &AttentionDesc) -> HopperVariant {
     HopperVariant { f16: d.dtype == DType::F16, dqk: d.dqk, dv: d.dv, extra: d.has_extras() }
 }
 
-/// The map of a tensor of rows of `cols` elements, `ld` apart, by boxes of `rows` of them.
+/// The map of a tensor of rows of `cols` elements, `ld` apart, by boxes of `rows` of them and 128
+/// bytes of columns.
 pub(super) fn map(dtype: DType, cols: usize, ld: i64, rows: usize) -> TensorMapDesc {
+    let size = dtype.size();
     TensorMapDesc {
         swizzle: MapSwizzle::B128,
         promotion: MapPromotion::B256,
-        ..TensorMapDesc::ragged(dtype, cols, ld as usize * 2, [rows, BOX_COLS])
+        ..TensorMapDesc::ragged(dtype, cols, ld as usize * size, [rows, 2 * BOX_COLS / size])
     }
 }
 

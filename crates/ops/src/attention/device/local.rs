@@ -36,7 +36,9 @@ impl Local {
         }
         let kernels = Arc::new(kernels);
         let k = kernels.clone();
-        let spaces = Workspaces::new(ctx, move |ctx| Space::new(ctx, &k.sizes, k.split.as_ref()));
+        let spaces = Workspaces::new(ctx, move |ctx| {
+            Space::new(ctx, &k.sizes, (k.split.as_ref(), k.fp8.as_ref()))
+        });
         let sums = kernels.sizes.sums;
         let sums = sums.map(|sizes| Workspaces::new(ctx, move |ctx| Sums::new(ctx, sizes)));
         Ok(Self { kernels, spaces, sums })
@@ -76,9 +78,10 @@ impl Local {
         &self,
         stream: &CudaStream,
         d: &AttentionDesc,
-        Given { x, seqs, rows }: Given<'_>,
+        given: Given<'_>,
         out: &AttnOut,
     ) -> Result<()> {
+        let Given { x, seqs, rows } = given;
         let p = TwAttn { out: addr(&out.out)?, lse: addr(&out.lse)?, ..param(d, x, rows)? };
         let held = [inputs(x), vec![out.out.clone(), out.lse.clone()]].concat();
         let tables = x.offsets.is_none().then(|| whole(seqs));
@@ -91,6 +94,10 @@ impl Local {
             holding(stream, by.held(held), || {
                 if let (Some(s), Some(pieces), Some((q, kv))) = (split, &by.space.pieces, &tables) {
                     return by.split(stream, d, &p, (s, pieces), (q, kv));
+                }
+                let fp8 = (&self.kernels.fp8, &by.space.turned, &tables);
+                if let (Some(f), Some(values), Some(tables)) = fp8 {
+                    return by.fp8(stream, (d, &given, &p), (f, values), tables.clone());
                 }
                 let p = by.widened(stream, d, (x, rows), p)?;
                 let (Some(o), None) = (&x.offsets, &tables) else {

@@ -13,11 +13,11 @@ use tilewire_kernels::attention::{
 };
 
 use super::forward::{
-    Attend, Forward, Needs, ROWS, Tiled, code, core_lacks, fitting, not_by_hopper, plain, results,
-    variant,
+    Attend, Forward, Needs, ROWS, Tiled, code, core_lacks, fitting, plain, results, variant,
 };
 use super::fp8::kernel_desc;
-use super::hopper::{self, Hopper};
+use super::hopper::Hopper;
+use super::hopper_fp8::HopperFp8;
 use super::hopper_fused::Fused;
 use super::hopper_grad::{self, Gradients};
 use super::offsets::{ByOffsets, Place, Side, table_bytes};
@@ -66,6 +66,8 @@ pub(super) struct Kernels {
     pub by_offsets: ByOffsets,
     /// Those of launches whose sequences have few queries.
     pub split: Option<SplitKeys>,
+    /// That of FP8 products, if it was asked for.
+    pub fp8: Option<HopperFp8>,
     pub sizes: Sizes,
 }
 
@@ -186,13 +188,12 @@ impl Kernels {
             let split = SplitKeys::new(ctx, d, backend)?;
             return Ok(Self { split, ..Self::sized(ctx, d, &needs, backend)? });
         }
-        if backend == AttnBackend::Hopper {
-            return Err(not_by_hopper(&hopper::unfit(d).unwrap_or_default()));
-        }
-        let mut new = Self::sized(ctx, &kernel_desc(d), &needs, backend)?;
+        let fp8 = (backend == AttnBackend::Hopper).then(|| HopperFp8::new(ctx, d)).transpose()?;
+        let others = if fp8.is_some() { AttnBackend::Auto } else { backend };
+        let mut new = Self::sized(ctx, &kernel_desc(d), &needs, others)?;
         let rows = (queries, d.heads_kv * d.sequences.tokens_kv);
         new.sizes.wide = Some((d.clone(), rows));
-        Ok(new)
+        Ok(Self { fp8, ..new })
     }
 
     fn sized(
@@ -207,14 +208,15 @@ impl Kernels {
             backward: Backward::new(ctx, d, needs, backend)?,
             by_offsets: ByOffsets::new(ctx)?,
             split: None,
+            fp8: None,
             sizes: Sizes { segs, queries: needs.queries, wide: None, sums: None },
         })
     }
 
     pub fn explain(&self) -> String {
         let fp8 = if self.sizes.wide.is_some() { ", FP8 widened to f32" } else { "" };
-        let split =
-            self.split.as_ref().map_or(String::new(), |s| format!("{}, others by ", s.name()));
+        let split = self.split.as_ref().map(|s| format!("{}, others by ", s.name()));
+        let split = self.fp8.as_ref().map(HopperFp8::name).or(split).unwrap_or_default();
         format!("CUDA, {split}{}{fp8}; backward {}", self.forward.name, self.backward.name)
     }
 
@@ -258,7 +260,7 @@ impl Prepared {
         backend: AttnBackend,
     ) -> Result<Self> {
         let kernels = Arc::new(Kernels::sized(ctx, d, needs, backend)?);
-        let space = Arc::new(Space::new(ctx, &kernels.sizes, None)?);
+        let space = Arc::new(Space::new(ctx, &kernels.sizes, (None, None))?);
         Ok(Self { kernels, space })
     }
 

@@ -4,6 +4,7 @@ use tilewire_core::Result;
 use tilewire_device::cuda::{CudaContext, CudaMemory};
 
 use super::fp8::Wide;
+use super::hopper_fp8::HopperFp8;
 use super::offsets::table_bytes;
 use super::split::{Pieces, SplitKeys};
 use crate::attention::AttentionDesc;
@@ -58,15 +59,22 @@ pub(super) struct Space {
     pub wide: Option<Wide>,
     /// With kernels for few queries.
     pub pieces: Option<Pieces>,
+    /// With FP8 products: transposed values.
+    pub turned: Option<CudaMemory>,
 }
 
 impl Space {
-    pub fn new(ctx: &CudaContext, sizes: &Sizes, split: Option<&SplitKeys>) -> Result<Self> {
+    pub fn new(
+        ctx: &CudaContext,
+        sizes: &Sizes,
+        (split, fp8): (Option<&SplitKeys>, Option<&HopperFp8>),
+    ) -> Result<Self> {
         let Sizes { segs, queries, wide, .. } = sizes;
         let wide = wide.as_ref().map(|(d, rows)| Wide::new(ctx, d, *rows)).transpose()?;
         let pieces = split.map(|s| s.workspace(ctx)).transpose()?;
+        let turned = fp8.map(|f| f.workspace(ctx)).transpose()?;
         let (tables, delta) =
             (workspace(ctx, 3 * table_bytes(*segs))?, workspace(ctx, 4 * queries)?);
-        Ok(Self { tables, delta, refused: workspace(ctx, 4)?, wide, pieces })
+        Ok(Self { tables, delta, refused: workspace(ctx, 4)?, wide, pieces, turned })
     }
 }

@@ -1,0 +1,197 @@
+//! The forward pass of e4m3 on sm_90a by FP8 products (`attention/sm90_attention_fp8.cu`).
+
+use std::sync::Arc;
+
+use tilewire_core::{DType, Result};
+use tilewire_device::cuda::{
+    CudaContext, CudaMemory, CudaStream, Grid, Kernel, LaunchArgs, MapPromotion, MapSwizzle,
+    RawTensorMap, TensorMapDesc,
+};
+use tilewire_kernels::abi::{TwAttn, TwFp8, TwSeg};
+use tilewire_kernels::attention::hopper::{STORE_ROWS, THREADS, TILE_M};
+use tilewire_kernels::attention::hopper_fp8::{
+    FP8_DIM, FP8_KEYS, SM90_ATTENTION_FP8, TURN_THREADS, defines, shared_bytes,
+};
+
+use super::forward::not_by_hopper;
+use super::hopper::{map, order, stored};
+use crate::attention::table::GAP;
+use crate::attention::{AttentionDesc, HeadScales};
+use crate::common::counters::Counters;
+use crate::common::cuda::{lacks_sm90, load, workspace};
+
+/// Bytes of the transposed values of a block of keys and a head.
+const BLOCK_BYTES: usize = FP8_KEYS * FP8_DIM;
+
+/// Returns why the kernel does not attend as `d` says, whatever the addresses; none if it does.
+fn unfit(d: &AttentionDesc) -> Option<String> {
+    if d.dtype != DType::F8E4M3 {
+        return Some(format!("its inputs are f8e4m3, not {}", d.dtype));
+    }
+    if d.scales != HeadScales::Block128 {
+        return Some("it has a scale for 128 tokens, not one for each".to_owned());
+    }
+    if d.has_extras() {
+        return Some("it has no softcap, bias or dropout, and a positive scale".to_owned());
+    }
+    // A tile is counted in 32 bits.
+    let tiles = d.sequences.tokens_kv.saturating_mul(d.heads_kv);
+    (tiles >= 1 << 31).then(|| "the keys are too many".to_owned())
+}
+
+/// The kernels of one description on one device.
+pub(super) struct HopperFp8 {
+    ctx: CudaContext,
+    turn: Kernel,
+    attend: Kernel,
+    num_sms: u32,
+    /// By which tiles are dealt out.
+    counters: Arc<Counters>,
+    heads_kv: usize,
+    /// The most blocks of keys of a launch.
+    pub blocks: usize,
+}
+
+/// Numbers the blocks of keys of segments that belong to a sequence, which come first: how many
+/// such segments there are, and blocks. A segment has a block for each scale that its rows have.
+pub(super) fn number_blocks(segs: &mut [TwSeg]) -> (usize, u32) {
+    let num = segs.iter().position(|s| s.shift == GAP).unwrap_or(segs.len());
+    let keys = FP8_KEYS as u32;
+    let blocks = segs[..num].iter_mut().fold(0, |blocks, s| {
+        s.tile = blocks;
+        blocks + (s.row + s.len).div_ceil(keys) - s.row / keys
+    });
+    (num, blocks)
+}
+
+impl HopperFp8 {
+    /// Loads the kernels.
+    ///
+    /// # Errors
+    /// `Unsupported` for what they do not do, and on other devices; as [`CudaContext::module`].
+    pub fn new(ctx: &CudaContext, d: &AttentionDesc) -> Result<Self> {
+        let why = unfit(d).map_or_else(|| lacks_sm90(ctx, &SM90_ATTENTION_FP8), |w| Ok(Some(w)))?;
+        if let Some(why) = why {
+            return Err(not_by_hopper(&why));
+        }
+        let module = load(ctx, &SM90_ATTENTION_FP8, defines())?;
+        let attend = module.kernel("tw_hopper_attn_fp8_fwd")?;
+        attend.allow_shared(shared_bytes())?;
+        let (num_sms, counters) = (ctx.num_sms()?, Counters::of(ctx)?);
+        let turn = module.kernel("tw_attn_fp8_values")?;
+        let s = &d.sequences;
+        // A sequence has at most two blocks that it fills in part.
+        let blocks = s.tokens_kv / FP8_KEYS + 2 * s.kv.len().max(1);
+        let heads_kv = d.heads_kv;
+        Ok(Self { ctx: ctx.clone(), turn, attend, num_sms, counters, heads_kv, blocks })
+    }
+
+    /// Returns what is used, for people.
+    pub fn name(&self) -> String {
+        format!("FP8 products on sm_90a (tiles {TILE_M}x{FP8_KEYS}), launches by offsets by ")
+    }
+
+    /// Returns memory for the transposed values of a launch.
+    pub fn workspace(&self, ctx: &CudaContext) -> Result<CudaMemory> {
+        workspace(ctx, self.blocks * self.heads_kv * BLOCK_BYTES)
+    }
+
+    /// The tensor maps of q, k, the transposed values and out, as `attention/sm90_attention_fp8.cu`
+    /// wants them.
+    fn maps(&self, d: &AttentionDesc, p: &TwAttn, values: u64) -> Result<[RawTensorMap; 4]> {
+        let width = self.heads_kv * FP8_DIM;
+        let q = map(d.dtype, d.heads_q * FP8_DIM, p.ld_q, TILE_M);
+        let k = map(d.dtype, width, p.ld_k, FP8_KEYS);
+        let v = TensorMapDesc {
+            dtype: d.dtype,
+            shape: [self.blocks, width, FP8_KEYS].into(),
+            strides_bytes: [width * FP8_KEYS, FP8_KEYS].into(),
+            tile: [1, FP8_DIM, FP8_KEYS].into(),
+            swizzle: MapSwizzle::B128,
+            promotion: MapPromotion::B256,
+            wraps: false,
+        };
+        let out = map(stored(p), d.heads_q * FP8_DIM, p.ld_o, STORE_ROWS);
+        let (bytes, any) = (self.blocks * self.heads_kv * BLOCK_BYTES, usize::MAX);
+        // Without a row of keys they have no address, and nothing is read.
+        let at_k = if p.k == 0 { p.q } else { p.k };
+        let all = [(p.q, any, &q), (at_k, any, &k), (values, bytes, &v), (p.out, any, &out)];
+        RawTensorMap::all(&self.ctx, all)
+    }
+
+    /// Queues the forward pass: of `blocks` blocks of keys, the values transposed, then the rest.
+    ///
+    /// # Safety
+    /// `p` is that of a launch of `d`, the description of [`HopperFp8::new`]: its tensors have the
+    /// rows and heads that it says, begin at multiples of 16 bytes, and stay until the kernels have
+    /// run, as what `f` points to; the values are those of [`HopperFp8::workspace`] and serve no
+    /// other launch meanwhile. Segments lie inside of the tensors, and have blocks as
+    /// [`number_blocks`] numbers them, at most `self.blocks`.
+    ///
+    /// # Errors
+    /// What the driver reports.
+    pub unsafe fn launch(
+        &self,
+        stream: &CudaStream,
+        (d, p, f): (&AttentionDesc, &TwAttn, &TwFp8),
+        (tokens_kv, blocks): (usize, u32),
+        few: Option<[&[TwSeg]; 2]>,
+    ) -> Result<()> {
+        let maps = self.maps(d, p, f.values)?;
+        let order = order(self.counters.next(stream), (d, tokens_kv), few);
+        let args = || LaunchArgs::new().arg(p).arg(f).arg(&order);
+        if blocks > 0 {
+            let grid = Grid::new(blocks * self.heads_kv as u32, TURN_THREADS);
+            // SAFETY: `tw_attn_fp8_values` takes (TwAttn, TwFp8, TwAttnOrder); the caller's
+            // contract for what they describe.
+            unsafe { self.turn.launch(stream, grid, args())? };
+        }
+        let num = u64::from(self.num_sms).min(u64::from(p.tiles) * u64::from(p.heads_q));
+        let grid = Grid::new(num as u32, THREADS).shared(shared_bytes());
+        let args = maps.iter().fold(args(), LaunchArgs::raw_map);
+        // SAFETY: `tw_hopper_attn_fp8_fwd` takes these and 4 x TwTensorMap; the caller's contract
+        // for what they describe. `counter` is none, or words that are zero and that no other
+        // launch uses meanwhile.
+        unsafe { self.attend.launch(stream, grid, args) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::attention::table::whole;
+    use crate::attention::{AttnMask, Dropout, Sequences};
+
+    #[test]
+    fn what_the_kernel_is_not_asked_for_has_a_reason() {
+        let d = AttentionDesc {
+            scales: HeadScales::Block128,
+            ..AttentionDesc::new(300, (4, 2), 128, DType::F8E4M3, AttnMask::CAUSAL)
+        };
+        assert_eq!(unfit(&d), None);
+        assert_eq!(unfit(&AttentionDesc { sink: true, out: DType::F32, ..d.clone() }), None);
+        for (bad, why) in [
+            (AttentionDesc { dtype: DType::BF16, ..d.clone() }, "bf16"),
+            (AttentionDesc { scales: HeadScales::Token, ..d.clone() }, "128 tokens"),
+            (AttentionDesc { softcap: Some(3.0), ..d.clone() }, "softcap"),
+            (AttentionDesc { scale: 0.0, ..d.clone() }, "positive"),
+            (AttentionDesc { dropout: Some(Dropout { p: 0.1, seed: 1 }), ..d.clone() }, "dropout"),
+            (AttentionDesc { heads_kv: 1 << 23, ..d.clone() }, "too many"),
+        ] {
+            assert!(unfit(&bad).is_some_and(|w| w.contains(why)), "{bad}: {:?}", unfit(&bad));
+        }
+    }
+
+    #[test]
+    fn a_segment_has_a_block_for_each_scale() {
+        // Of 100, 128, none and one key, with rows of no sequence between and behind them.
+        let q: &[usize] = &[0, 5, 9, 9, 9];
+        let kv: (&[usize], &[usize]) = (&[0, 100, 228, 228, 229], &[0, 100, 228, 300, 400]);
+        let seqs = Sequences::padded((q, q), kv).unwrap();
+        let (_, mut kv) = whole(&seqs);
+        let (num, blocks) = number_blocks(&mut kv);
+        let seen: Vec<_> = kv[..num].iter().map(|s| (s.row, s.len, s.tile)).collect();
+        assert_eq!((seen, blocks), (vec![(0, 100, 0), (100, 128, 1), (300, 1, 3)], 4));
+        assert!(num < kv.len() && kv[num..].iter().all(|s| s.shift == GAP), "{kv:?}");
+    }
+}

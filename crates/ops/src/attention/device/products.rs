@@ -1,0 +1,65 @@
+//! Launches by FP8 products.
+
+use tilewire_core::{Error, Result};
+use tilewire_device::cuda::{CudaMemory, CudaStream};
+use tilewire_kernels::abi::{TwAttn, TwFp8, TwSeg};
+use tilewire_kernels::attention::hopper::{FEW, TILE_M};
+
+use super::hopper_fp8::{HopperFp8, number_blocks};
+use super::queue::Prepared;
+use crate::attention::AttentionDesc;
+use crate::attention::launch::Given;
+use crate::attention::table::number_tiles;
+use crate::common::cuda::addr;
+
+impl Prepared {
+    /// Queues the forward pass by FP8 products of tensors that are held, with the rows of the
+    /// tables.
+    pub(super) fn fp8(
+        &self,
+        stream: &CudaStream,
+        (d, x, p): (&AttentionDesc, &Given<'_>, &TwAttn),
+        (by, values): (&HopperFp8, &CudaMemory),
+        (mut own, mut other): (Vec<TwSeg>, Vec<TwSeg>),
+    ) -> Result<()> {
+        for (what, at) in [("q", p.q), ("k", p.k), ("v", p.v), ("out", p.out)] {
+            if at % 16 != 0 {
+                let text = format!("`{what}` does not begin at a multiple of 16 bytes");
+                return Err(Error::invalid(text).hint("copy it to a tensor of its own"));
+            }
+        }
+        let tiles = number_tiles(&mut own, TILE_M as u64);
+        let (num_other, blocks) = number_blocks(&mut other);
+        if blocks as usize > by.blocks {
+            return Err(Error::invalid("the launch has more sequences than the plan was made for")
+                .expected(format_args!("at most {} blocks of keys", by.blocks))
+                .seen(blocks));
+        }
+        if tiles == 0 || p.heads_q == 0 {
+            return Ok(());
+        }
+        other.truncate(num_other);
+        let [q_scales, k_scales, v_scales] =
+            [&x.x.q, &x.x.k, &x.x.v].map(|o| addr(o.scales.as_ref()));
+        let f = TwFp8 {
+            q_scales: q_scales?,
+            k_scales: k_scales?,
+            v_scales: v_scales?,
+            values: values.addr(),
+            num_other: num_other as u32,
+            pad: 0,
+        };
+        let few = own.len().max(other.len()) <= FEW;
+        let mut p = TwAttn { num_own: own.len() as u32, tiles, ..*p };
+        if !few {
+            p.own = self.write_numbered(stream, 0, &own)?;
+            p.other = self.write_numbered(stream, 2, &other)?;
+        }
+        let few = few.then_some([&own[..], &other[..]]);
+        // SAFETY: what `p` and `f` point to was checked against the description (shapes, types, the
+        // same device), begins at multiples of 16 bytes, and is held by the stream (`held`), as
+        // `values` is, which is that of this stream; tables are made of the launch's own rows, and
+        // their blocks were counted.
+        unsafe { by.launch(stream, (d, &p, &f), (x.rows.kv, blocks), few) }
+    }
+}

@@ -1,0 +1,149 @@
+//! Attention by FP8 products against the oracle: on a GPU, or an emulated device.
+
+use tilewire_core::{DType, Shape};
+use tilewire_device::Tensor;
+use tilewire_ops::attention::{
+    AttentionDesc, AttentionPlan, AttnBackend, AttnInputs, AttnMask, AttnOperand, AttnOut, Dropout,
+    HeadScales, Sequences,
+};
+
+use crate::attention::{base, launches_by, padded_sequences, replays_by, run_by};
+use crate::common::Gpu;
+use crate::hopper::{hopper, is_emulated, pass_on_an_emulated_device};
+
+/// What the plan says of the kernels.
+const PRODUCTS: &str = "FP8 products";
+
+fn of(seq: usize, heads: (usize, usize), mask: AttnMask) -> AttentionDesc {
+    AttentionDesc {
+        scales: HeadScales::Block128,
+        heads_q: heads.0,
+        heads_kv: heads.1,
+        ..base(seq, 128, DType::F8E4M3, mask)
+    }
+}
+
+fn run(g: &Gpu, d: &AttentionDesc) {
+    let explain = run_by(g, d, AttnBackend::Hopper);
+    assert!(explain.contains(PRODUCTS), "{explain}");
+}
+
+/// So many sequences of a few rows each.
+fn many(num: usize) -> Sequences {
+    let ends: Vec<usize> = (0..=num).map(|i| i * (i + 5) / 2).collect();
+    Sequences::packed(&ends, &ends).unwrap()
+}
+
+#[test]
+fn fp8_products_of_one_sequence() {
+    let Some(g) = hopper() else { return };
+    if is_emulated() {
+        return run(&g, &of(140, (2, 1), AttnMask::CAUSAL));
+    }
+    for seq in [1, 63, 127, 128, 129, 300, 1000] {
+        for heads in [(4, 2), (3, 1), (2, 2)] {
+            run(&g, &of(seq, heads, AttnMask::CAUSAL));
+            run(&g, &of(seq, heads, AttnMask::FULL));
+            let d = of(seq, heads, AttnMask::window(seq / 3, 5));
+            run(&g, &AttentionDesc { sink: true, out: DType::F32, ..d });
+        }
+    }
+    let d = of(1, (4, 2), AttnMask::CAUSAL);
+    run(&g, &AttentionDesc { sequences: Sequences::one(300, 1100), out: DType::F16, ..d.clone() });
+    // Rows that see no key.
+    run(&g, &AttentionDesc { sequences: Sequences::one(300, 100), ..d });
+}
+
+#[test]
+fn fp8_products_of_packed_rows() {
+    let Some(g) = hopper() else { return };
+    let d = AttentionDesc { sequences: padded_sequences(), ..of(1, (2, 1), AttnMask::CAUSAL) };
+    if !is_emulated() {
+        run(&g, &AttentionDesc { sink: true, ..d.clone() });
+        run(&g, &AttentionDesc { heads_q: 8, sequences: many(60), ..d.clone() });
+    }
+    // More segments than a launch contains.
+    run(&g, &AttentionDesc { sequences: many(12), ..d });
+}
+
+#[test]
+fn fp8_products_replay_with_the_same_bits() {
+    let Some(g) = hopper() else { return };
+    replays_by(&g, &of(if is_emulated() { 130 } else { 900 }, (2, 1), AttnMask::CAUSAL), {
+        AttnBackend::Hopper
+    });
+}
+
+/// A plan with other sequences than its own; by offsets codes are widened.
+#[test]
+fn plans_of_fp8_products_take_other_sequences() {
+    let Some(g) = hopper() else { return };
+    let mut plan = Sequences::one(200, 200);
+    // Empty ones only say how many there may be.
+    plan.q.extend(vec![200..200; 7]);
+    plan.kv.extend(vec![200..200; 7]);
+    let plan = AttentionDesc { sequences: plan, ..of(1, (2, 1), AttnMask::CAUSAL) };
+    for ends in [vec![0, 150], vec![0, 3, 3, 140, 141], vec![0, 20, 40, 50, 60, 70, 90]] {
+        let seqs = Sequences::packed(&ends, &ends).unwrap();
+        launches_by(&g, &plan, AttnBackend::Hopper, seqs);
+    }
+}
+
+#[test]
+fn what_fp8_products_do_not_do_is_refused() {
+    let Some(g) = hopper() else { return };
+    let d = of(200, (2, 1), AttnMask::CAUSAL);
+    for (bad, why) in [
+        (AttentionDesc { scales: HeadScales::Token, ..d.clone() }, "128 tokens"),
+        (AttentionDesc { softcap: Some(2.0), ..d.clone() }, "softcap"),
+        (AttentionDesc { dropout: Some(Dropout { p: 0.1, seed: 1 }), ..d.clone() }, "dropout"),
+    ] {
+        let of = |by| AttentionPlan::with_backend(bad.clone(), None, by).unwrap();
+        let e = of(AttnBackend::Hopper).prepare(&g.stream).unwrap_err();
+        assert!(e.is_unsupported() && e.get_hint().is_some(), "{e}");
+        assert!(e.to_string().contains(why), "{e}");
+        let auto = of(AttnBackend::Auto);
+        auto.prepare(&g.stream).unwrap();
+        assert!(auto.explain().contains("widened"), "{}", auto.explain());
+    }
+    let plan = AttentionPlan::with_backend(d, None, AttnBackend::Hopper).unwrap();
+    plan.prepare(&g.stream).unwrap();
+    let place = |t: Tensor| t.to(&g.device).unwrap();
+    let zeros = |t, rows, cols| place(Tensor::zeros(t, Shape::d2(rows, cols)));
+    let coded = |heads, scales| AttnOperand {
+        data: zeros(DType::F8E4M3, 200, heads * 128),
+        scales: Some(zeros(DType::F32, scales, heads)),
+    };
+    let launch = |x: &AttnInputs| {
+        let out = zeros(DType::BF16, 200, 256);
+        plan.launch_fwd(&g.stream, x, AttnOut { out, lse: zeros(DType::F32, 2, 200) }).map(drop)
+    };
+    let x = AttnInputs::new(coded(2, 2), coded(1, 2), coded(1, 2));
+    launch(&x).unwrap();
+    // A scale for each token; a tensor that begins one byte late; more sequences than blocks.
+    let e = launch(&AttnInputs { k: coded(1, 200), ..x.clone() }).unwrap_err();
+    assert!(e.to_string().contains("k scales"), "{e}");
+    let late = zeros(DType::F8E4M3, 200 * 128 + 1, 1).rows(1, 200 * 128).unwrap();
+    let late = AttnOperand { data: late.reshape(Shape::d2(200, 128)).unwrap(), ..coded(1, 2) };
+    let e = launch(&AttnInputs { v: late, ..x.clone() }).unwrap_err();
+    assert!(e.to_string().contains("multiple of 16 bytes"), "{e}");
+    let ends: Vec<usize> = (0..=200).collect();
+    let each = Sequences::packed(&ends, &ends).unwrap();
+    let e = launch(&AttnInputs { sequences: Some(each), ..x }).unwrap_err();
+    assert!(e.to_string().contains("more sequences"), "{e}");
+    g.stream.synchronize().unwrap();
+}
+
+#[test]
+fn the_attention_kernels_of_fp8_run_on_emulated_devices() {
+    pass_on_an_emulated_device(
+        4,
+        &[
+            "attention_fp8::fp8_products_of_one_sequence",
+            "attention_fp8::fp8_products_of_packed_rows",
+            "attention_fp8::fp8_products_replay_with_the_same_bits",
+            "attention_fp8::plans_of_fp8_products_take_other_sequences",
+            "attention_fp8::what_fp8_products_do_not_do_is_refused",
+        ],
+    );
+}
