@@ -100,10 +100,10 @@ fn end_of(got: &Result<Vec<Bits>>, good: &[Bits]) -> End {
     }
 }
 
-/// Every second site, at its first or its last peer in turn (with one peer, its first or last
-/// signal); for `cargo xtask test --full` every site, at both. The code of a site is the same for
-/// all of its peers. The text of the kernels says where the count begins, as for their mutants: a
-/// change of it tries the other sites, and every run of one text the same.
+/// Every third site, and of two one, at its first or its last peer in turn (with one peer, its
+/// first or last signal); for `cargo xtask test --full` every site, at both. The code of a site is
+/// the same for all of its peers. The text of the kernels says where the count begins, as for their
+/// mutants: a change of it tries the other sites, and every run of one text the same.
 fn targets(report: &Report) -> Vec<Target> {
     let all = std::env::var_os("TW_FULL").is_some();
     let mut hasher = DefaultHasher::new();
@@ -114,13 +114,13 @@ fn targets(report: &Report) -> Vec<Target> {
         (*device, *launch) == (SENDER, ATTACKED) && !site.starts_with("run ")
     };
     let sites: Vec<_> = report.signals.keys().filter(attacked).collect();
-    let all_sites = all || sites.len() == 1;
-    let tried = |(i, _): &(usize, _)| all_sites || (i + begin).is_multiple_of(2);
+    let part = if all { 1 } else { sites.len().clamp(1, 3) };
+    let tried = |(i, _): &(usize, _)| (i + begin).is_multiple_of(part);
     for (i, key) in sites.into_iter().enumerate().filter(tried) {
         let ((device, launch, site), to) = (key, &report.signals[key]);
         let (first, last) = (to.first_key_value().unwrap(), to.last_key_value().unwrap());
         let ends = [(first.0, 0), (last.0, last.1 - 1)];
-        for (peer, nth) in if all { &ends[..] } else { &ends[i / 2 % 2..][..1] } {
+        for (peer, nth) in if all { &ends[..] } else { &ends[i / part % 2..][..1] } {
             let (site, nth) = (site.clone(), *nth as u32);
             out.push(Target { device: *device, launch: *launch, site, peer: **peer, nth });
         }
