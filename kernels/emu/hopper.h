@@ -197,6 +197,17 @@ float value_of_e4m3(unsigned char code) {
     return sign * (exp == 0 ? (float)frac * 0x1p-9f : __builtin_ldexpf((float)(8 + frac), (int)exp - 10));
 }
 
+// A sum as products of e4m3 leave it: with 13 bits behind the first, the others cut off, as those of
+// Hopper are seen to (deepseek-ai/DeepGEMM #37). That terms are cut to the largest one, too, is not
+// modelled.
+float cut(float sum) {
+    unsigned bits;
+    memcpy(&bits, &sum, 4);
+    bits &= ~((1u << 10) - 1);
+    memcpy(&sum, &bits, 4);
+    return sum;
+}
+
 // The elements of `num` rows of 32 bytes of k.
 std::vector<float> elements(const Product& q, unsigned first, unsigned num) {
     const unsigned short* from = &q.tiles[first * 16];
@@ -227,6 +238,8 @@ void multiply(Fiber* f, Products& p, Product* q) {
             Eight sum = *(const Eight*)&s->v[row * n + at];
             for (unsigned k = 0; k < depth; k++) sum += a[row * depth + k] * *(const Eight*)&b[k * n + at];
             *(Eight*)&s->v[row * n + at] = sum;
+            if (q->flags & EMU_WG_E4M3)
+                for (unsigned i = 0; i < 8; i++) s->v[row * n + at + i] = cut(s->v[row * n + at + i]);
         }
 }
 

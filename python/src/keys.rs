@@ -1,7 +1,7 @@
 //! The keys by which calls find their plans.
 
 use tilewire::ops::ag_gemm::AgGemmDesc;
-use tilewire::ops::attention::{AttentionDesc, AttnMask, BiasShape};
+use tilewire::ops::attention::{AttentionDesc, AttnMask, BiasShape, HeadScales};
 use tilewire::ops::collective::CollectiveDesc;
 use tilewire::ops::common::OverlapConfig;
 use tilewire::ops::cp_attention::{Layout, Strategy};
@@ -41,6 +41,7 @@ pub fn planned_for(sequences: usize) -> usize {
 pub struct AttnKey {
     pub heads: [usize; 4],
     pub types: [DType; 2],
+    pub scales: HeadScales,
     pub mask: AttnMask,
     pub scale: u64,
     pub softcap: Option<u64>,
@@ -61,6 +62,7 @@ impl AttnKey {
         Self {
             heads: [d.heads_q, d.heads_kv, d.dqk, d.dv],
             types: [d.dtype, d.out],
+            scales: d.scales,
             mask: d.mask,
             scale: d.scale.to_bits(),
             softcap: d.softcap.map(f64::to_bits),

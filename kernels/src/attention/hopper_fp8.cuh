@@ -14,9 +14,11 @@
 // keys: a lane has columns 2 l, 2 l + 1, 8 + 2 l, 9 + 2 l of S, with l = lane % 4, and gives them
 // to the product as its elements 4 l to 4 l + 3. The transposed values have the keys in that order.
 //
-// Sums. wgmma adds FP8 products with some 14 bits, too few for thousands of keys
-// (vllm-project/flash-attention #104). So each tile's P V begins at zero and is added to O in f32.
-// There are not registers for S', O and all of P V: its columns are made in two halves.
+// Sums. wgmma adds FP8 products with some 14 bits, the others cut off: too few for thousands of
+// keys (vllm-project/flash-attention #104). So each tile's P V begins at zero and is added to O in
+// f32.
+// There are not registers for S', O and all of P V: its columns are made in two halves. Scores are
+// sums of 128 terms, and keep that error: some 2^-13 of the sum of the terms' magnitudes.
 //
 // Probabilities are at most 2^TW_H8_RAISE before they are rounded to e4m3, so that those down to
 // 2^-(TW_H8_RAISE + 6) of the largest have all three bits; lse knows.
@@ -216,7 +218,7 @@ typedef float TwH8Part[TW_H8_DV / 4];
 typedef u32 TwH8Probs[TW_H8_N / 8];
 
 // A scale of queries or keys: a negative one is NaN, since the largest product would not be the
-// largest score; zero is next to nothing, since no product is not zero.
+// largest score; zero is next to nothing, since zero times -inf, which hides a pair, would be NaN.
 __device__ __forceinline__ float tw_h8_scale(float x) {
     return x >= 0.0f ? fmaxf(x, 0x1p-60f) : __uint_as_float(0x7fffffffu);
 }
@@ -235,7 +237,9 @@ struct TwH8Rows {
         for (u32 half = 0; half < 2; half++) {
             // Rows behind the last one are not stored.
             const u32 row = q.row + min(threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4 + 8 * half, q.num - 1);
-            factor[half] = tw_h8_scale(f.q_scales[row / TW_H8_N * a.heads_q + q.head]) * (a.scale * TW_LOG2E);
+            // Rows of no sequence see nothing, whatever lies where their scales would.
+            const float scale = q.gap ? 1.0f : tw_h8_scale(f.q_scales[row / TW_H8_N * a.heads_q + q.head]);
+            factor[half] = scale * (a.scale * TW_LOG2E);
             max[half] = -TW_INF, sum[half] = 0.0f;
         }
     }

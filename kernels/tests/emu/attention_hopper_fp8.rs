@@ -85,7 +85,16 @@ fn check_on(lib: &'static Lib, c: &Case, how: How, seed: u64) -> (Vec<u8>, Vec<f
         blocks + (s.row + s.len).div_ceil(FP8_KEYS as u32) - s.row / FP8_KEYS as u32
     });
     let scales = [(1, &c.q, hq), (2, &c.kv, hkv), (3, &c.kv, hkv)].map(|(t, spans, heads)| {
-        let scales = Case::scales(t, Case::rows(spans), heads);
+        let mut scales = Case::scales(t, Case::rows(spans), heads);
+        // Nobody has written those of rows that are of no sequence.
+        let segs = c.segs(t == 1);
+        for (block, scales) in scales.chunks_mut(heads).enumerate() {
+            let rows = (block * FP8_KEYS) as u32..((block + 1) * FP8_KEYS) as u32;
+            let meets = |s: &TwSeg| s.row < rows.end && s.row + s.len > rows.start;
+            if !segs.iter().any(|(s, seq)| seq.is_some() && meets(s)) {
+                scales.fill(f32::NAN);
+            }
+        }
         Case::memory("scales", Type::F32, &scales, 1, 0)
     });
     // NaN, as poison.
@@ -280,13 +289,22 @@ fn far_scores(lib: &'static Lib) {
     check_on(lib, &c, one_block(1), 1);
 }
 
+/// Rows behind the last sequence, of queries and of keys.
+fn gaps(lib: &'static Lib) {
+    let c =
+        Case { heads: (2, 1), q: vec![0..70, 70..400], kv: vec![0..90, 90..300], ..scores(70, 90) };
+    check_on(lib, &c, one_block(1), 1);
+}
+
 fn no_keys(lib: &'static Lib) {
     check_on(lib, &case(40, 0), one_block(1), 1);
 }
 
 /// What fails with a mutant must pass without.
 fn fp8_attention_scenarios() {
-    for f in [beginnings, long_rows, short_rows, two_tiles, masks, packed, far_scores, no_keys] {
+    for f in
+        [beginnings, long_rows, short_rows, two_tiles, masks, packed, far_scores, no_keys, gaps]
+    {
         f(*LIB);
     }
 }
@@ -312,7 +330,7 @@ fn fp8_attention_attend_mutants() {
 fn fp8_attention_softmax_mutants() {
     killed(
         ("attention/sm90_attention_fp8", "softmax"),
-        scenarios![long_rows, short_rows, masks, packed, far_scores],
+        scenarios![long_rows, short_rows, masks, packed, far_scores, gaps],
     );
 }
 

@@ -82,7 +82,7 @@ pub enum HeadScales {
     /// `[ceil(tokens / 128), H]`: those of [`ScaleLayout::Block128x128`] of `[tokens, H * 128]`.
     /// For heads of 128, and for local attention alone. They must not be negative.
     ///
-    /// [`ScaleLayout::Block128x128`]: crate::quant::ScaleLayout::Block128x128
+    /// [`ScaleLayout::Block128x128`]: tilewire_core::ScaleLayout::Block128x128
     Block128,
 }
 

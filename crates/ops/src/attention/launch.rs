@@ -121,7 +121,8 @@ pub struct AttnInputs {
     pub bias: Option<Tensor>,
     /// `[Hq]` f32, equal on all ranks.
     pub sink: Option<Tensor>,
-    /// Other (global) sequences than those of the description, of at most as many rows.
+    /// Other (global) sequences than those of the description, of at most as many rows. By FP8
+    /// products at most as many sequences, or 64.
     pub sequences: Option<Sequences>,
     /// The same by offsets that the launch reads when it runs, in place of `sequences`: for local
     /// attention. The tensors have the rows that `q` and `k` have.

@@ -138,6 +138,10 @@ fn a_kernel_gets_the_map_that_was_described() {
         },
         TensorMapDesc { dtype: DType::F8E4M3, swizzle: MapSwizzle::B64, ..bf16 },
         TensorMapDesc {
+            swizzle: wide,
+            ..TensorMapDesc::ragged(DType::F8E4M3, 256, 512, [128, 128])
+        },
+        TensorMapDesc {
             dtype: DType::I64,
             shape: [2, 3, 4, 5, 6].into(),
             strides_bytes: [9600, 3200, 480, 48].into(),

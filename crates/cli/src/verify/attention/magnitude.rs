@@ -32,6 +32,8 @@ pub struct Roundings {
     pub stored: f64,
     /// Of probabilities and gradients of scores.
     pub rounded: f64,
+    /// Of scores, whose products are not added in f32.
+    pub scores: f64,
 }
 
 struct Pair {
@@ -53,6 +55,7 @@ struct Row {
     /// Weighted `<|d_o|, |o|>`.
     stored: f64,
     rounded: f64,
+    scores: f64,
 }
 
 /// All magnitudes; `out` is the oracle's.
@@ -113,7 +116,8 @@ fn partial(
             let both = d_o.row(q_row)[own.clone()].iter().zip(&out.o.row(q_row)[own]);
             let stored = by.stored * both.map(|(a, b)| (a * b).abs()).sum::<f64>();
             let (lse, kv_head, i) = (out.lse.at(head, q_row), head / group, q_row - q.start);
-            let row = Row { head, kv_head, q_row, i, lse, stored, rounded: by.rounded };
+            let Roundings { rounded, scores, .. } = by;
+            let row = Row { head, kv_head, q_row, i, lse, stored, rounded, scores };
             let pairs = pairs(spec, x, (q.len(), kv), &row, d_o);
             add(spec, x, &row, &pairs, d_o, &mut m);
         }
@@ -189,8 +193,8 @@ fn add(
         return;
     }
     let most = pairs.iter().map(|e| e.score_mag).fold(0.0, f64::max);
-    let amp = 1.0 + 2.0 * (1.0 + most + row.lse.abs());
-    *m.lse.at_mut(row.head, row.q_row) += most;
+    let amp = 1.0 + 2.0 * (1.0 + most * (1.0 + row.scores) + row.lse.abs());
+    *m.lse.at_mut(row.head, row.q_row) += most * (1.0 + row.scores);
     let delta: f64 = pairs.iter().map(|e| e.p * e.dp_mag).sum();
     let own = |head: usize, d: usize| head * d..(head + 1) * d;
     let (q, k) = (own(row.head, dqk), own(row.kv_head, dqk));

@@ -285,7 +285,10 @@ impl Problem {
         let unit = 4.0 * DType::F32.unit_roundoff() * (self.k_len() as f64).sqrt();
         let stored = self.desc.out.unit_roundoff() / unit;
         let rounded = self.rounds.map_or(0.0, |t| t.unit_roundoff() / unit);
-        let by = Roundings { stored, rounded };
+        // Products of e4m3 are added with some 14 bits, the others cut off.
+        let products = self.rounds == Some(DType::F8E4M3);
+        let scores = if products { 8.0 * 2f64.powi(-13) / unit } else { 0.0 };
+        let by = Roundings { stored, rounded, scores };
         let mag = magnitudes(&spec, &inputs, &seqs, &self.d_o, (&out, by));
         Want { out, grads, mag }
     }

@@ -20,6 +20,8 @@ use crate::attention::{AttentionDesc, HeadScales};
 use crate::common::counters::Counters;
 use crate::common::cuda::{lacks_sm90, load, workspace};
 
+/// Sequences that a launch may have at least, if its plan has fewer.
+const SEQUENCES: usize = 64;
 /// Bytes of the transposed values of a block of keys and a head.
 const BLOCK_BYTES: usize = FP8_KEYS * FP8_DIM;
 
@@ -80,8 +82,10 @@ impl HopperFp8 {
         let (num_sms, counters) = (ctx.num_sms()?, Counters::of(ctx)?);
         let turn = module.kernel("tw_attn_fp8_values")?;
         let s = &d.sequences;
-        // A sequence has at most two blocks that it fills in part.
-        let blocks = s.tokens_kv / FP8_KEYS + 2 * s.kv.len().max(1);
+        // A sequence has one block, and one more for each border of scales in it. Launches may have
+        // more sequences. Each block has a row.
+        let most = s.tokens_kv.div_ceil(FP8_KEYS) + s.kv.len().max(SEQUENCES);
+        let blocks = most.min(s.tokens_kv).max(1);
         let heads_kv = d.heads_kv;
         Ok(Self { ctx: ctx.clone(), turn, attend, num_sms, counters, heads_kv, blocks })
     }
