@@ -31,7 +31,7 @@ fn unfit(d: &AttentionDesc) -> Option<String> {
         return Some(format!("its inputs are f8e4m3, not {}", d.dtype));
     }
     if d.scales != HeadScales::Block128 {
-        return Some("it has a scale for 128 tokens, not one for each".to_owned());
+        return Some("f8e4m3 needs a scale for 128 tokens, not one for each".to_owned());
     }
     if d.has_extras() {
         return Some("it has no softcap, bias or dropout, and a positive scale".to_owned());
