@@ -145,7 +145,8 @@ Products& products_of(Fiber* f) {
 // copies and products of.
 enum Sight { EMU_ALL_THERE, EMU_FENCED };
 
-// Copies rows `first` to `first + num` of a tile, 32 bytes of k each, to `to`; rows are along m or n.
+// Copies rows `first` to `first + num` of a tile, 32 bytes of k each, to `to`; rows are along m or
+// n.
 void read_rows(Fiber* f, u64 desc, bool mn, unsigned first, unsigned num, Sight sight, unsigned short* to) {
     const u64 start = (desc & 0x3fff) << 4, chunk = (desc >> 16 & 0x3fff) << 4, eight = (desc >> 32 & 0x3fff) << 4;
     const unsigned char* from = dynamic_of(f->block);
@@ -197,9 +198,9 @@ float value_of_e4m3(unsigned char code) {
     return sign * (exp == 0 ? (float)frac * 0x1p-9f : __builtin_ldexpf((float)(8 + frac), (int)exp - 10));
 }
 
-// A sum as products of e4m3 leave it: with 13 bits behind the first, the others cut off, as those of
-// Hopper are seen to (deepseek-ai/DeepGEMM #37). That terms are cut to the largest one, too, is not
-// modelled.
+// A sum as products of e4m3 leave it: with 13 bits behind the first, the others cut off, as those
+// of Hopper are seen to be (deepseek-ai/DeepGEMM #37). That terms are cut to the largest one, too,
+// is not modelled.
 float cut(float sum) {
     unsigned bits;
     memcpy(&bits, &sum, 4);
