@@ -68,15 +68,6 @@ enum : u32 {
 static_assert(TW_HA_D % 64 == 0 && TW_HA_DV % 64 == 0 && TW_HA_DV <= TW_HA_D, "whole pieces; the output leaves through the slot of its queries");
 static_assert(TW_HA_N % 16 == 0 && TW_HA_BYTES <= 232448, "a tile of keys, and shared memory");
 
-// A tile of queries.
-struct TwQueries {
-    u32 row, num;  // rows of the local tensor
-    u32 head;
-    int at;        // the position of the first one among the keys
-    u32 gap;       // 1: rows of no sequence
-    u32 more;      // 0: there is no such tile, and this block is through
-};
-
 // A tile of keys and values.
 struct TwKeys {
     int pos;
@@ -86,7 +77,7 @@ struct TwKeys {
 
 // What the loader loads for a tile of queries.
 struct TwPlan {
-    TwQueries queries;
+    TwQueryTile queries;
     TwSeg own;
     TwWalk walk;
 };
@@ -95,7 +86,7 @@ struct TwShared {
     u64 q_full[2], q_empty[2];
     u64 k_full[TW_HA_STAGES], k_empty[TW_HA_STAGES];
     u64 v_full[TW_HA_STAGES], v_empty[TW_HA_STAGES];
-    TwQueries queries[2];
+    TwQueryTile queries[2];
     TwKeys keys[TW_HA_STAGES];
     // Of the loader: the tile that it loads, and the next one.
     TwPlan plans[2];
@@ -131,18 +122,12 @@ struct TwOneTensor {
 
 // ---- The loader: one thread.
 
-// Describes tile `i`, and begins the walk over its keys. Of several heads that are done together
-// the last tiles come first: under a causal mask they have most keys.
+// Describes tile `i`, and begins the walk over its keys.
 __device__ __forceinline__ void tw_ha_begin(const TwAttn& a, const TwAttnOrder& order, u32 i, TwPlan& p) {
-    const u32 group = i / (order.heads * a.tiles), in = i - group * order.heads * a.tiles;
-    const u32 width = min(order.heads, a.heads_q - group * order.heads);
-    const u32 head = group * order.heads + in % width, t = a.tiles - 1 - in / width;
-    const TwSeg own = tw_own(order.few ? order.own : a.own, a.num_own, t);
-    const u32 first = (t - own.tile) * TW_HA_M, num = min(own.len - first, (u32)TW_HA_M);
-    const bool gap = own.shift == TW_ATTN_GAP;
-    const int at = (int)(own.pos + first) + (gap ? 0 : own.shift);
-    p.queries = {own.row + first, num, head, at, gap ? 1u : 0u, 1};
+    const TwSeg own = tw_ha_describe(a, order, i, p.queries);
     p.own = own;
+    const int at = p.queries.at;
+    const u32 num = p.queries.num, head = p.queries.head;
     p.walk.begin<TW_HA_N>(order.few ? order.other : a.other, own, at - a.left, at + (int)num + a.right, head, 1);
 }
 
@@ -288,7 +273,7 @@ __device__ __forceinline__ void tw_ha_rescale(TwHaOut& o, const TwHaRows& r) {
 }
 
 // Ends a tile: its lse and its output.
-__device__ __forceinline__ void tw_ha_finish(const TwAttn& a, const TwHaOut& o, const TwHaRows& r, const TwQueries& q, const TwTensorMap* out, u8* slot,
+__device__ __forceinline__ void tw_ha_finish(const TwAttn& a, const TwHaOut& o, const TwHaRows& r, const TwQueryTile& q, const TwTensorMap* out, u8* slot,
                                              float factor) {
     const float sink = a.sink && q.gap == 0 ? a.sink[a.first_head + q.head] * TW_LOG2E : -TW_INF;
     float f[2];
@@ -342,7 +327,7 @@ __device__ __forceinline__ void tw_ha_attend(const TwAttn& a, const TwTensorMap*
     tw_ha_release(s.k_empty, ks);
     for (u32 i = 0;; i++) {
         const u32 slot = qs.at;
-        const TwQueries& q = s.queries[slot];
+        const TwQueryTile& q = s.queries[slot];
         // The softmax of the scores of `k`, and probabilities.
         const auto softmax = [&] {
             const TwPlace& at = s.places[slot];

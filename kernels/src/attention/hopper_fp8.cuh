@@ -68,15 +68,6 @@ struct TwFp8 {
     u32 num_other, pad;     // segments of keys; `tile` of one is the number of blocks before it
 };
 
-// A tile of queries.
-struct TwH8Queries {
-    u32 row, num;  // rows of the local tensor
-    u32 head;
-    int at;    // the position of the first one among the keys
-    u32 gap;   // 1: rows of no sequence
-    u32 more;  // 0: there is no such tile, and this block is through
-};
-
 // A tile of keys and values, rows `row` on of the local tensor, within those of one scale.
 struct TwH8Keys {
     int pos;
@@ -114,7 +105,7 @@ struct TwH8Walk {
 
 // What the loader loads for a tile of queries.
 struct TwH8Plan {
-    TwH8Queries queries;
+    TwQueryTile queries;
     TwSeg own;
     TwH8Walk walk;
 };
@@ -123,7 +114,7 @@ struct TwH8Shared {
     u64 q_full[2], q_empty[2];
     u64 k_full[TW_H8_STAGES], k_empty[TW_H8_STAGES];
     u64 v_full[TW_H8_STAGES], v_empty[TW_H8_STAGES];
-    TwH8Queries queries[2];
+    TwQueryTile queries[2];
     TwH8Keys keys[TW_H8_STAGES];
     // Of the loader: the tile that it loads, and the next one.
     TwH8Plan plans[2];
@@ -139,18 +130,12 @@ typedef TwRing<TW_H8_STAGES> TwH8Stages;
 
 // ---- The loader: one thread.
 
-// Describes tile `i`, and begins the walk over its keys, as tw_ha_begin.
+// Describes tile `i`, and begins the walk over its keys.
 __device__ __forceinline__ void tw_h8_begin(const TwAttn& a, const TwAttnOrder& order, u32 i, TwH8Plan& p) {
-    const u32 group = i / (order.heads * a.tiles), in = i - group * order.heads * a.tiles;
-    const u32 width = min(order.heads, a.heads_q - group * order.heads);
-    const u32 head = group * order.heads + in % width, t = a.tiles - 1 - in / width;
-    const TwSeg own = tw_own(order.few ? order.own : a.own, a.num_own, t);
-    const u32 first = (t - own.tile) * TW_HA_M, num = min(own.len - first, (u32)TW_HA_M);
-    const bool gap = own.shift == TW_ATTN_GAP;
-    const int at = (int)(own.pos + first) + (gap ? 0 : own.shift);
-    p.queries = {own.row + first, num, head, at, gap ? 1u : 0u, 1};
+    const TwSeg own = tw_ha_describe(a, order, i, p.queries);
     p.own = own;
-    p.walk.begin(order.few ? order.other : a.other, own, at - a.left, at + (int)num + a.right);
+    const int at = p.queries.at;
+    p.walk.begin(order.few ? order.other : a.other, own, at - a.left, at + (int)p.queries.num + a.right);
 }
 
 // Loads `num` rows of head `head`, from `row` on; what is behind them reads as zeros.
@@ -232,7 +217,7 @@ struct TwH8Rows {
     float base[2];    // what the next exponentials are relative to, in base 2
 
     // Of rows `row` and eight more of a tile of queries.
-    __device__ __forceinline__ void begin(const TwAttn& a, const TwFp8& f, const TwH8Queries& q) {
+    __device__ __forceinline__ void begin(const TwAttn& a, const TwFp8& f, const TwQueryTile& q) {
 #pragma unroll
         for (u32 half = 0; half < 2; half++) {
             // Rows behind the last one are not stored.
@@ -319,7 +304,7 @@ template <u32 HALF> __device__ __forceinline__ void tw_h8_add(TwH8Out& o, const 
 }
 
 // Ends a tile: its lse and its output.
-__device__ __forceinline__ void tw_h8_finish(const TwAttn& a, const TwH8Out& o, const TwH8Rows& r, const TwH8Queries& q, const TwTensorMap* out, u8* slot) {
+__device__ __forceinline__ void tw_h8_finish(const TwAttn& a, const TwH8Out& o, const TwH8Rows& r, const TwQueryTile& q, const TwTensorMap* out, u8* slot) {
     const float sink = a.sink && q.gap == 0 ? a.sink[a.first_head + q.head] * TW_LOG2E : -TW_INF;
     float f[2];
 #pragma unroll
@@ -375,7 +360,7 @@ __device__ __forceinline__ void tw_h8_attend(const TwAttn& a, const TwFp8& f, co
     tw_h8_release(s.k_empty, ks);
     for (u32 i = 0;; i++) {
         const u32 slot = qs.at;
-        const TwH8Queries& q = s.queries[slot];
+        const TwQueryTile& q = s.queries[slot];
         const auto maxima = [&] {
             tw_ha_mask<TW_H8_N>(a, scores, q.at, k.pos, k.num);
             tw_h8_maxima(scores, r, k_scale);

@@ -62,6 +62,29 @@ template <bool QUERIES> __device__ __forceinline__ TwLanePairs<QUERIES> tw_ha_pa
     return {a, at, threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4, threadIdx.x % 4 * 2};
 }
 
+// A tile of queries.
+struct TwQueryTile {
+    u32 row, num;  // rows of the local tensor
+    u32 head;
+    int at;        // the position of the first one among the keys
+    u32 gap;       // 1: rows of no sequence
+    u32 more;      // 0: there is no such tile, and this block is through
+};
+
+// Describes tile `i` of a forward pass, and returns its segment. Of several heads that are done
+// together the last tiles come first: under a causal mask they have most keys.
+__device__ __forceinline__ TwSeg tw_ha_describe(const TwAttn& a, const TwAttnOrder& order, u32 i, TwQueryTile& q) {
+    const u32 group = i / (order.heads * a.tiles), in = i - group * order.heads * a.tiles;
+    const u32 width = min(order.heads, a.heads_q - group * order.heads);
+    const u32 head = group * order.heads + in % width, t = a.tiles - 1 - in / width;
+    const TwSeg own = tw_own(order.few ? order.own : a.own, a.num_own, t);
+    const u32 first = (t - own.tile) * TW_HA_M, num = min(own.len - first, (u32)TW_HA_M);
+    const bool gap = own.shift == TW_ATTN_GAP;
+    const int at = (int)(own.pos + first) + (gap ? 0 : own.shift);
+    q = {own.row + first, num, head, at, gap ? 1u : 0u, 1};
+    return own;
+}
+
 // Sets scores of a tile of queries, whose first one is at position `q_at` among the keys, and a
 // tile of N keys from `k_pos` on to -inf where the mask hides the pair or the key is behind `num`
 // keys.

@@ -163,7 +163,7 @@ __device__ __forceinline__ void wgmma_m64k16_f32_registers(float (&d)[N / 2], co
 
 // One instruction of e4m3: width, list of accumulators, the operand A, the numbers of B and of the
 // predicate, what A is.
-#define TW_WGMMA_E4M3(n, list, a, b, p, in, ...)                                                              \
+#define TW_WGMMA_E4M3(n, list, a, b, p, in, ...) \
     asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " p ", 0;\n"                                               \
                  "wgmma.mma_async.sync.aligned.m64n" #n "k32.f32.e4m3.e4m3 {" list "}, " a ", " b ", p, 1, 1;\n}" \
                  : __VA_ARGS__                                                                                \
