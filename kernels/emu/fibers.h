@@ -152,7 +152,6 @@ struct Told {
 
 // What a change of threads reads lies in the first lines of the processor's cache.
 struct alignas(64) Fiber : EmuThread {
-    Context context;
     Block* block;
     char* stack;
     unsigned index;
@@ -219,7 +218,9 @@ struct Block {
     unsigned cluster_rank;
     int module;
     std::vector<Fiber> fibers;
+    std::vector<Context> contexts;  // of each, in few lines: the next one's is known before it is there
     std::vector<unsigned> ready;
+    unsigned drawn, drawn_of;  // the place in `ready` of the next one, if it is one of the first so many
     std::vector<std::unique_ptr<Gather>> gathers, spare;  // open; for the next ones
     std::vector<char> shared;
     bool started;
@@ -262,6 +263,11 @@ u64 random(Worker* w) {  // xorshift64*
     return w->rng * 2685821657736338717ull >> 16;
 }
 
+// A number below `num`: a product instead of a remainder, which takes longer than all the rest.
+unsigned below(Worker* w, unsigned num) {
+    return (unsigned)((random(w) & 0xffffffff) * num >> 32);
+}
+
 u64 real_ns() {
     timespec t;
     clock_gettime(CLOCK_MONOTONIC, &t);
@@ -278,6 +284,10 @@ bool stopped(const Run* r) {
 // ---- Contexts.
 
 void fiber_main();
+
+Context* context_of(const Fiber* f) {
+    return &f->block->contexts[f->index];
+}
 
 #if defined(__x86_64__) && !defined(TW_EMU_UCONTEXT)
 asm(R"(
@@ -305,6 +315,9 @@ extern "C" __attribute__((visibility("hidden"))) void emu_switch(Context* from, 
 void change(Context* from, Context* to) {
     emu_switch(from, to);
 }
+const char* stack_of(const Context& c) {
+    return (const char*)c.sp;
+}
 void prepare(Fiber* f) {
     // Six registers, the address that `ret` takes, and the one that a function finds above it. All
     // stacks begin at a page: from the same place in each, the frames of all threads would share
@@ -313,18 +326,22 @@ void prepare(Fiber* f) {
     *--top = nullptr;
     *--top = (void*)fiber_main;
     for (int i = 0; i < 6; i++) *--top = nullptr;
-    f->context.sp = top;
+    context_of(f)->sp = top;
 }
 #else
 void change(Context* from, Context* to) {
     swapcontext(from, to);
 }
+const char* stack_of(const Context& c) {
+    return (const char*)&c;
+}
 void prepare(Fiber* f) {
-    getcontext(&f->context);
-    f->context.uc_stack.ss_sp = f->stack;
-    f->context.uc_stack.ss_size = STACK;
-    f->context.uc_link = nullptr;
-    makecontext(&f->context, fiber_main, 0);
+    Context* c = context_of(f);
+    getcontext(c);
+    c->uc_stack.ss_sp = f->stack;
+    c->uc_stack.ss_size = STACK;
+    c->uc_link = nullptr;
+    makecontext(c, fiber_main, 0);
 }
 #endif
 
@@ -335,11 +352,11 @@ bool goes_on(const Worker* w);
 // done, the next fiber follows at once: a way round by the worker's context costs as much again.
 void leave(Fiber* f) {
     Worker* w = f->block->worker;
-    if (!goes_on(w)) return change(&f->context, &w->context);
+    if (!goes_on(w)) return change(context_of(f), &w->context);
     Fiber* next = next_fiber(w);
     if (next == f) return;
     emu_self = next;
-    change(&f->context, &next->context);
+    change(context_of(f), context_of(next));
 }
 
 // ---- What went wrong.

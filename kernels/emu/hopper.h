@@ -64,10 +64,20 @@ unsigned swizzled(const Box& x, unsigned at) {
     return (to ^ ((to >> 7 & mask) << 4)) - x.offset;
 }
 
+// Calls `piece` for what lies together of `len` bytes from `at` on: its place among them, that in
+// the tile, its length.
+template <typename Piece> void each_piece(const Box& x, unsigned at, unsigned len, Piece piece) {
+    for (unsigned i = 0; i < len;) {
+        const unsigned n = std::min(len - i, 16 - (x.offset + at + i) % 16);
+        piece(i, swizzled(x, at + i), n);
+        i += n;
+    }
+}
+
 void gather(Block*, Bulk* c) {
     c->data.assign(c->bytes, 0);
     each_row(c->box, [c](unsigned at, const char* from, unsigned len) {
-        for (unsigned i = 0; i < len; i++) c->data[swizzled(c->box, at + i)] = from[i];
+        each_piece(c->box, at, len, [&](unsigned i, unsigned in, unsigned n) { memcpy(&c->data[in], from + i, n); });
     });
 }
 
@@ -95,7 +105,7 @@ void scatter(Block* b, const Bulk& c) {
     each_row(c.box, [&](unsigned at, char* to, unsigned len) {
         tell_piece(b, c, to, len);
         if (!c.box.adds) {
-            for (unsigned i = 0; i < len; i++) to[i] = c.data[swizzled(c.box, at + i)];
+            each_piece(c.box, at, len, [&](unsigned i, unsigned in, unsigned n) { memcpy(to + i, &c.data[in], n); });
             return;
         }
         // Sums of floats alone are modelled.
@@ -152,15 +162,24 @@ void read_rows(Fiber* f, u64 desc, bool mn, unsigned first, unsigned num, Sight 
     const unsigned char* from = dynamic_of(f->block);
     const u64 len = f->block->launch->smem, shared = (u64)module_of(f->block)->shared;
     const View* view = sight == EMU_FENCED && has_views(f->block) ? &view_of(f->block) : nullptr;
-    for (unsigned i = first; i < first + num; i++)
-        for (unsigned k = 0; k < 16; k++) {
-            const u64 off = mn ? i / 64 * chunk + k / 8 * eight + k % 8 * 128 + i % 64 * 2
-                               : i / 8 * eight + i % 8 * 128 + k * 2;
-            u64 at = start + off;
-            at ^= (at >> 7 & 7) << 4;
-            if (at + 2 > len) die(f, "a product of what is not in the dynamic shared memory");
-            const u64 in = (u64)from - shared + at;
-            memcpy(to++, view ? (const void*)(seen(*view, in / 16 * 16, f->known.fence) + in % 16) : from + at, 2);
+    // Eight elements that lie beside each other: `off` is that of the first, a multiple of 16.
+    const auto piece = [&](u64 off, unsigned short* eight) {
+        u64 at = start + off;
+        at ^= (at >> 7 & 7) << 4;
+        if (at + 16 > len) die(f, "a product of what is not in the dynamic shared memory");
+        const u64 in = (u64)from - shared + at;
+        memcpy(eight, view ? (const void*)seen(*view, in, f->known.fence) : from + at, 16);
+    };
+    for (unsigned i = first; i < first + num; i += mn ? 8 : 1)
+        for (unsigned k = 0; k < 16; k += mn ? 1 : 8) {
+            unsigned short* row = to + (i - first) * 16 + k;
+            if (!mn) {
+                piece(i / 8 * eight + i % 8 * 128 + k * 2, row);
+                continue;
+            }
+            unsigned short rows[8];
+            piece(i / 64 * chunk + k / 8 * eight + k % 8 * 128 + i % 64 * 2, rows);
+            for (unsigned j = 0; j < 8; j++) row[j * 16] = rows[j];
         }
 }
 
@@ -212,14 +231,12 @@ float cut(float sum) {
 // The elements of `num` rows of 32 bytes of k.
 std::vector<float> elements(const Product& q, unsigned first, unsigned num) {
     const unsigned short* from = &q.tiles[first * 16];
-    std::vector<float> v;
-    if (q.flags & EMU_WG_E4M3) {
-        const unsigned char* codes = (const unsigned char*)from;
-        for (unsigned i = 0; i < num * 32; i++) v.push_back(value_of_e4m3(codes[i]));
-    } else {
-        const EmuElement type = q.flags & EMU_WG_F16 ? EMU_F16 : EMU_BF16;
-        for (unsigned i = 0; i < num * 16; i++) v.push_back(value_of(type, (const char*)(from + i)));
-    }
+    const bool is_fp8 = q.flags & EMU_WG_E4M3;
+    std::vector<float> v(num * (is_fp8 ? 32 : 16));
+    const unsigned char* codes = (const unsigned char*)from;
+    const EmuElement type = q.flags & EMU_WG_F16 ? EMU_F16 : EMU_BF16;
+    for (unsigned i = 0; i < v.size(); i++)
+        v[i] = is_fp8 ? value_of_e4m3(codes[i]) : value_of(type, (const char*)(from + i));
     return v;
 }
 

@@ -189,8 +189,9 @@ void begin(Worker* w, unsigned stream, const EmuLaunch* l, unsigned number, Clus
     b->products.assign((n + 31) / 32, {});
     b->bulks.clear(), b->unseen.clear(), b->made.clear(), b->maps.clear(), b->told.clear(), b->view.now.clear();
     b->ticks = b->due = b->acquires = b->fences = 0;
-    b->fibers.resize(n);
+    b->fibers.resize(n), b->contexts.resize(n);
     b->ready.clear();
+    b->drawn_of = 0;
     b->gathers.clear();
     for (unsigned i = 0; i < n; i++) {
         Fiber* f = &b->fibers[i];
@@ -308,16 +309,38 @@ size_t pick(Worker* w, Block* b, size_t k) {
     return k;
 }
 
+// Draws the next of those that are ready now, and has the processor load what a change to it reads:
+// with hundreds of threads, each on a stack of its own, that would be waited for.
+void draw_ahead(Worker* w, Block* b) {
+    b->drawn_of = (unsigned)b->ready.size();
+    if (b->drawn_of == 0) return;
+    b->drawn = below(w, b->drawn_of);
+    const Fiber* f = &b->fibers[b->ready[b->drawn]];
+    // The registers that a change pops, and the frames of the runtime's functions above them.
+    const char* top = stack_of(b->contexts[b->ready[b->drawn]]);
+    for (unsigned line = 0; line < 3; line++) __builtin_prefetch(top + line * 64);
+    __builtin_prefetch(&f->state);
+    __builtin_prefetch(&f->known);
+}
+
+// A place among those that are ready, each as likely: the one that was drawn ahead stands for those
+// that were there then.
+size_t place(Worker* w, Block* b) {
+    const unsigned k = below(w, (unsigned)b->ready.size());
+    return k < b->drawn_of ? b->drawn : k;
+}
+
 // The fiber whose turn is next; the shared memory of its block is in its place.
 Fiber* next_fiber(Worker* w) {
     Block* b = choose(w);
     load_shared(b);
     b->started = true;
-    size_t k = random(w) % b->ready.size();
+    size_t k = place(w, b);
     if (w->run->cfg->warp_pauses != 0) k = pick(w, b, k);
     Fiber* f = &b->fibers[b->ready[k]];
     b->ready[k] = b->ready.back();
     b->ready.pop_back();
+    draw_ahead(w, b);
     w->stats.switches++;
     w->stats.trace = (w->stats.trace ^ (b->rank << 20 ^ b->number << 10 ^ f->index)) * 1099511628211ull;
     return f;
@@ -336,7 +359,7 @@ bool goes_on(const Worker* w) {
 void turn(Worker* w) {
     Fiber* f = next_fiber(w);
     emu_self = f;
-    change(&w->context, &f->context);
+    change(&w->context, context_of(f));
     emu_self = nullptr;
     Block* b = w->current;
     if (stopped(w->run)) return;
