@@ -1,7 +1,7 @@
 //! Stage `kernels`: what is compiled where there is no GPU, and what is wrong with it.
 
 use std::collections::BTreeMap;
-use std::hash::{DefaultHasher, Hash, Hasher};
+use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::Duration;
@@ -12,7 +12,9 @@ use crate::outcome::Outcome;
 use crate::stages::{binary, exec, from_problems, one, size_of};
 use crate::suites::Extent;
 
-/// The folder of the pinned compiler, and below it the folder of its libraries.
+/// The pinned compiler.
+const PINNED: &str = "nvidia-cuda-nvrtc==13.0.88";
+/// Its folder, and below that the folder of its libraries.
 const WHEEL: &str = "target/python-nvrtc";
 const WHEEL_LIB: &str = "nvidia/cu13/lib";
 
@@ -21,10 +23,9 @@ pub fn nvrtc_wheel(root: &Path) -> Option<PathBuf> {
     let site = root.join(WHEEL);
     if !site.join("nvidia").exists() {
         let dir = site.display().to_string();
-        let wheel = "nvidia-cuda-nvrtc==13.0.88";
-        let args = ["-m", "pip", "install", "--quiet", "--no-deps", "--target", &dir, wheel];
+        let args = ["-m", "pip", "install", "--quiet", "--no-deps", "--target", &dir, PINNED];
         if !exec(root, "python3", &args, Duration::from_secs(900)) {
-            println!("{wheel} cannot be installed here");
+            println!("{PINNED} cannot be installed here");
             return None;
         }
     }
@@ -32,7 +33,8 @@ pub fn nvrtc_wheel(root: &Path) -> Option<PathBuf> {
 }
 
 /// Compiles the kernels for three architectures with the pinned NVRTC wheel ([`to_compile`]); needs
-/// no GPU. What cannot be fetched is a failure: nothing else shows that the kernels compile.
+/// no GPU. What cannot be fetched is a failure: nothing else shows that the kernels compile. Notes
+/// in [`NOTES`] the units of which all variants passed.
 pub fn run(root: &Path, extent: Extent) -> Outcome {
     let mut o = Outcome::default();
     let there = root.join(WHEEL).join("nvidia").exists();
@@ -57,7 +59,9 @@ pub fn run(root: &Path, extent: Extent) -> Outcome {
         })
     };
     let listed = ARCHS.map(|arch| text(&["kernels", "list", "--json", "--arch", arch]).1).concat();
-    let keys = to_compile(&listed, extent == Extent::Full);
+    let units = units_of(&listed);
+    let notes = fs::read_to_string(root.join(NOTES)).unwrap_or_default();
+    let keys = to_compile(&units, &notes, extent == Extent::Full);
     let archs = ARCHS.join(",");
     println!(
         "$ {bin} {} --arch {archs} --keys <{} of {}>",
@@ -73,42 +77,73 @@ pub fn run(root: &Path, extent: Extent) -> Outcome {
         .map(|l| format!("{l}\n"))
         .collect();
     let problems = kernel_problems(ended_well, &listed, &rows);
-    println!("{} kernels of {} units", rows.lines().count(), listed.lines().count());
+    println!("{} kernels of {} variants", rows.lines().count(), listed.lines().count());
+    if problems.is_empty() {
+        let now = noted(&units, &notes, &keys);
+        if now != notes && fs::write(root.join(NOTES), now).is_ok() {
+            println!("{NOTES} has what passed: commit it");
+        }
+    }
     o.add(&from_problems(&problems));
     o
 }
 
 /// Architectures that every unit is compiled for.
 const ARCHS: [&str; 3] = ["sm_80", "sm_90a", "sm_100a"];
-/// Of each unit for an architecture one variant of so many: types, head dimensions and epilogues
-/// that take the same text. All of them take eight minutes of both processors.
-const PART: usize = 3;
-/// Of the architecture with the most variants, whose kernels have the fewest registers to spare.
-const PART_OF_SM90A: usize = 2;
+/// Units of which all variants have compiled well, a line for each architecture: their names, and
+/// the digest of their texts, options and compiler.
+const NOTES: &str = "kernels/compiled.txt";
+/// Of a unit that [`NOTES`] has, one variant of so many is compiled: types, head dimensions and
+/// epilogues that take the same text. All of all units take eight minutes of both processors.
+const PART: usize = 8;
 
-/// Keys of what is compiled, of the rows of `kernels list`: each unit for each architecture, and
-/// where `all` are asked for, each variant. A unit's keys, which are digests of its text, decide
-/// which variants come: a change of the unit tries others than the change before it, and every run
-/// of one text the same.
-fn to_compile(listed: &str, all: bool) -> Vec<String> {
-    let mut units: BTreeMap<(String, String), Vec<String>> = BTreeMap::new();
+/// The variants of a unit for an architecture.
+struct Unit {
+    /// Architecture and name.
+    name: String,
+    keys: Vec<String>,
+    digest: blake3::Hash,
+}
+
+impl Unit {
+    fn note(&self) -> String {
+        format!("{} {}", self.name, &self.digest.to_hex()[..16])
+    }
+}
+
+/// The units of rows of `kernels list`, sorted by name. Keys are digests of texts and options.
+fn units_of(listed: &str) -> Vec<Unit> {
+    let mut all: BTreeMap<String, Vec<String>> = BTreeMap::new();
     for l in listed.lines().filter_map(|l| serde_json::from_str::<Value>(l).ok()) {
         let word = |name: &str| l[name].as_str().unwrap_or_default().to_owned();
-        units.entry((word("arch"), word("unit"))).or_default().push(word("key"));
+        all.entry(format!("{} {}", word("arch"), word("unit"))).or_default().push(word("key"));
     }
+    let unit = |(name, keys): (String, Vec<String>)| {
+        let digest = blake3::hash(format!("{PINNED} {}", keys.join(" ")).as_bytes());
+        Unit { name, keys, digest }
+    };
+    all.into_iter().map(unit).collect()
+}
+
+/// Keys of what is compiled: all of a unit that `notes` does not have as it is, or where `all` are
+/// asked for, otherwise a part that the unit's digest decides, and every run of one text the same.
+fn to_compile(units: &[Unit], notes: &str, all: bool) -> Vec<String> {
     let mut keys = Vec::new();
-    for ((arch, _), of) in units {
-        let part = match &*arch {
-            _ if all => 1,
-            "sm_90a" => PART_OF_SM90A,
-            _ => PART,
-        };
-        let mut hasher = DefaultHasher::new();
-        of.hash(&mut hasher);
-        let begin = hasher.finish() as usize % part.min(of.len());
-        keys.extend(of.into_iter().skip(begin).step_by(part));
+    for u in units {
+        let is_known = !all && notes.lines().any(|l| l == u.note());
+        let part = if is_known { PART } else { 1 };
+        let begin = usize::from(u.digest.as_bytes()[0]) % part.min(u.keys.len());
+        keys.extend(u.keys.iter().skip(begin).step_by(part).cloned());
     }
     keys
+}
+
+/// The notes behind a run that compiled `keys` without a problem: of the units that there are,
+/// those that had a note, or all of whose keys were compiled.
+fn noted(units: &[Unit], notes: &str, keys: &[String]) -> String {
+    let has =
+        |u: &&Unit| notes.lines().any(|l| l == u.note()) || u.keys.iter().all(|k| keys.contains(k));
+    units.iter().filter(has).map(|u| u.note() + "\n").collect()
 }
 
 /// Returns the problems of a run of `kernels compile`: its status, the rows of `kernels list` for
@@ -209,36 +244,53 @@ mod tests {
         assert_eq!(kernel_problems(true, &rows(&listed), "no row\n").len(), 1 + listed.len());
     }
 
-    /// Each unit for each architecture, all variants for sm_90a; another text, other variants.
-    #[test]
-    fn a_part_of_the_variants_is_compiled_and_every_unit() {
-        let listed = |text: &str| {
-            let of = |arch: &'static str| {
-                let many = (0..7).map(move |i| ("many.cu", i));
-                many.chain([("one.cu", 0)]).map(move |(unit, i)| (arch, unit, i))
-            };
-            let row = |(arch, unit, i)| json!({"unit": unit, "arch": arch, "key": format!("{text} {arch} {unit} {i}")});
-            rows(&ARCHS.into_iter().flat_map(of).map(row).collect::<Vec<_>>())
+    /// Rows of `kernels list`: a unit of 17 variants and one of one, for each architecture.
+    fn listed(text: &str) -> String {
+        let of = |arch: &'static str| {
+            let many = (0..17).map(move |i| ("many.cu", i));
+            many.chain([("one.cu", 0)]).map(move |(unit, i)| (arch, unit, i))
         };
-        assert_eq!(to_compile(&listed("a"), true).len(), 3 * 8);
-        let mut tried: BTreeMap<usize, Vec<String>> = BTreeMap::new();
-        for text in 0..20 {
-            let keys = to_compile(&listed(&text.to_string()), false);
-            assert_eq!(keys, to_compile(&listed(&text.to_string()), false), "one text, one part");
-            for arch in ARCHS {
-                let of = |unit: &str| {
-                    keys.iter().filter(|k| k.contains(arch) && k.contains(unit)).count()
-                };
-                let (many, one) = (of("many.cu"), of("one.cu"));
-                assert_eq!(one, 1, "{arch}: {keys:?}");
-                let part = if arch == "sm_90a" { 3..=4 } else { 2..=3 };
-                assert!(part.contains(&many), "{arch}: {keys:?}");
-            }
-            tried.entry(text).or_default().extend(keys);
+        let row = |(arch, unit, i)| json!({"unit": unit, "arch": arch, "key": format!("{text} {arch} {unit} {i}")});
+        rows(&ARCHS.into_iter().flat_map(of).map(row).collect::<Vec<_>>())
+    }
+
+    #[test]
+    fn a_unit_is_compiled_whole_until_all_of_it_has_passed() {
+        let units = units_of(&listed("a"));
+        let all = to_compile(&units, "", false);
+        assert_eq!(all.len(), 3 * 18);
+        // One variant did not come: the unit has no note.
+        let most: Vec<_> = all.iter().filter(|k| *k != "a sm_80 many.cu 16").cloned().collect();
+        let notes = noted(&units, "", &most);
+        assert_eq!(notes.lines().count(), 5, "{notes}");
+        let then = to_compile(&units, &notes, false);
+        let of = |unit: &str| then.iter().filter(|k| k.contains(unit)).count();
+        assert_eq!(of("sm_80 many.cu"), 17);
+        assert!((2..=3).contains(&of("sm_90a many.cu")), "{then:?}");
+        assert_eq!(of("one.cu"), 3, "one of each unit at least");
+        assert_eq!(to_compile(&units, &notes, true), all);
+        // Now it has; what had a note keeps it.
+        let notes = noted(&units, &notes, &then);
+        assert_eq!(notes.lines().count(), 6, "{notes}");
+        // Another text has no note, and those of the old one go.
+        let changed = units_of(&listed("a").replace("a sm_90a many.cu 3", "b sm_90a many.cu 3"));
+        let then = to_compile(&changed, &notes, false);
+        assert_eq!(then.iter().filter(|k| k.contains("sm_90a many.cu")).count(), 17);
+        let after = noted(&changed, &notes, &then);
+        assert!(after.lines().count() == 6 && after != notes, "{after}");
+    }
+
+    #[test]
+    fn each_variant_comes_with_some_text() {
+        let mut tried = Vec::new();
+        for text in 0..60 {
+            let units = units_of(&listed(&text.to_string()));
+            let notes = noted(&units, "", &to_compile(&units, "", true));
+            tried.extend(to_compile(&units, &notes, false));
         }
-        for i in 0..7 {
+        for i in 0..17 {
             let key = format!("sm_80 many.cu {i}");
-            assert!(tried.values().flatten().any(|k| k.ends_with(&key)), "{key} never comes");
+            assert!(tried.iter().any(|k| k.ends_with(&key)), "{key} never comes");
         }
     }
 }
