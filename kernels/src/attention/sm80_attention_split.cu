@@ -25,8 +25,10 @@
 //
 // Launch: 128 threads; TW_S_Q_BYTES + TW_SPLIT_STAGES * TW_S_STAGE bytes of dynamic shared memory.
 //   tw_attn_split        TwAttn::tiles * Hkv blocks
-//   tw_attn_split_merge  TwSplit::tiles * Hkv blocks, without dynamic shared memory
+//   tw_attn_split_merge  TwSplit::tiles * Hkv blocks, without dynamic shared memory; may begin while
+//                        the first kernel ends (griddepcontrol)
 
+#include "../ptx/grid.cuh"
 #include "common.cuh"
 
 #ifndef TW_SPLIT_ROWS
@@ -222,6 +224,8 @@ extern "C" __global__ void __launch_bounds__(TW_S_THREADS, TW_S_BLOCKS)
 tw_attn_split(const __grid_constant__ TwAttn a, const __grid_constant__ TwSplit s) {
     __shared__ TwPiece b;
     __shared__ __align__(16) float2 ends[TW_S_SLICES][TW_SM];
+    // Blocks that merge begin when all of these have begun, where there is room, and wait.
+    griddepcontrol_launch_dependents();
     tw_s_begin(a, s, b);
     __syncthreads();
     const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -323,7 +327,11 @@ extern "C" __global__ void __launch_bounds__(TW_S_THREADS)
 tw_attn_split_merge(const __grid_constant__ TwAttn a, const __grid_constant__ TwSplit s) {
     __shared__ TwPiece b;
     __shared__ __align__(16) float4 sums[TW_S_WARPS][TW_DV / 4];
+    // A launch that contains its segments finds the block's tile while the first kernel ends: that
+    // reads no memory.
+    if (!s.few) griddepcontrol_wait();
     tw_s_begin(a, s, b);
+    if (s.few) griddepcontrol_wait();
     __syncthreads();
     const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const u64 step = (u64)b.stride * TW_SM;

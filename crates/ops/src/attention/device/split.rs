@@ -109,8 +109,8 @@ impl SplitKeys {
         if s.tiles == 0 {
             return Ok(());
         }
-        // SAFETY: as of the first kernel, behind which it is.
-        unsafe { self.merge.launch(stream, grid(s.tiles), args()) }
+        // SAFETY: as of the first kernel, which it waits for before it touches memory.
+        unsafe { self.merge.launch(stream, grid(s.tiles).early(), args()) }
     }
 }
 
