@@ -50,6 +50,9 @@ pub(super) fn cases() -> Vec<Case> {
         ("causal+padded+masked", 140, 256, DType::BF16),
         ("window+cross+dropout+softcap", 150, 128, DType::BF16),
         ("full+padded+bias", 140, 64, DType::F16),
+        // Widened.
+        ("causal+gqa+sink", 140, 64, DType::F8E4M3),
+        ("window+packed+gqa", 150, 128, DType::F8E4M3),
     ] {
         let shape = [("seq", seq), ("d", d)];
         v.push(Case::new(format!("attention/{words}{CORE}"), dtype, &shape, run));
@@ -75,12 +78,20 @@ fn run(ctx: &mut Ctx, case: &Case) -> Result<()> {
     let few = words(case).contains(&"few");
     let d = if words(case).contains(&"blocks") { 128 } else { case.dim("d") };
     let desc = describe(&words(case), (case.dim("seq"), d), 4, case.dtype)?;
-    let by_products = case.by_core() && case.dtype.is_fp8();
+    let by_products = case.by_core() && words(case).contains(&"blocks");
     let mut p = Problem::new(ctx, desc.clone());
-    if by_products {
+    let behind = by_products.then(|| {
         p.by_fp8_products(ctx);
+        let w = p.want();
+        p.behind_fp8_products(ctx);
+        (w, p.want())
+    });
+    if case.dtype.is_fp8() {
+        p.widened(ctx);
     }
-    let w = p.want();
+    // Of launches by widened codes; of those by FP8 products, and of the passes behind them.
+    let wide = p.want();
+    let (fwd, bwd) = behind.as_ref().map_or((&wide, &wide), |(f, b)| (f, b));
     let s = &desc.sequences;
     let [q, kv] = [s.tokens_q, s.tokens_kv].map(|n| [n].map(|n| 0..n));
     let small = AttnConfig { block_q: 5, block_kv: 7 };
@@ -95,10 +106,10 @@ fn run(ctx: &mut Ctx, case: &Case) -> Result<()> {
         for _ in 0..2 {
             let o = p.out(ctx, s.tokens_q)?;
             let o = ctx.timed(|st| plan.launch_fwd(st, &x, o))?;
-            p.check_out(ctx, &w, &o, &q)?;
+            p.check_out(ctx, fwd, &o, &q)?;
             let (saved, grads) = (p.saved(ctx, &o, &q)?, p.grads(ctx, s.tokens_q, s.tokens_kv)?);
             let g = ctx.timed(|st| plan.launch_bwd(st, &x, saved, grads))?;
-            p.check_grads(ctx, &w, &g, (&q, &kv), (DType::F32, 0))?;
+            p.check_grads(ctx, bwd, &g, (&q, &kv), (DType::F32, 0))?;
             same_bits(ctx, &mut first, (o, g))?;
         }
         // Once a case, and refusals in one type: tables depend on neither tiles of the host nor
@@ -108,8 +119,8 @@ fn run(ctx: &mut Ctx, case: &Case) -> Result<()> {
         {
             if few || by_products {
                 // These launches are by other kernels.
-                p.check_out(ctx, &w, &o, &q)?;
-                p.check_grads(ctx, &w, &g, (&q, &kv), (DType::F32, 0))?;
+                p.check_out(ctx, &wide, &o, &q)?;
+                p.check_grads(ctx, &wide, &g, (&q, &kv), (DType::F32, 0))?;
             } else {
                 same_bits(ctx, &mut first, (o, g))?;
             }

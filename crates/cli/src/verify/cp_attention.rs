@@ -185,6 +185,9 @@ fn pass(
     if plan.desc().fp8_kv {
         p.quantise_kv();
     }
+    if plan.desc().fp8_kv || plan.desc().attn.dtype.is_fp8() {
+        p.widened(ctx);
+    }
     let w = p.want_of_all(ctx)?;
     let count = |r: &[std::ops::Range<usize>]| r.iter().map(|s| s.len()).sum::<usize>();
     let (rows_q, rows_kv) = (count(&q), count(&kv));

@@ -23,7 +23,8 @@ pub enum AttnBackend {
     /// another type than the inputs', which the portable kernels make: `AttentionPlan::explain`
     /// says which. With f8e4m3 and scales of 128 tokens (`HeadScales::Block128`) the forward pass
     /// multiplies the codes: heads of 128, masks, packed rows, sinks; probabilities are rounded to
-    /// e4m3. The backward pass, and launches by offsets, are widened.
+    /// e4m3. The backward pass, launches by offsets, and f8e4m3 with a scale for each token are
+    /// widened (`AttentionDesc::widened`).
     Hopper,
 }
 

@@ -142,6 +142,25 @@ pub struct AttentionDesc {
 }
 
 impl AttentionDesc {
+    /// Returns the type in which devices compute with FP8 q, k and v whose codes they do not
+    /// multiply, and with keys that travelled as FP8. q, k and v become `code * scale`, rounded to
+    /// it: bf16 if that is the type of `out`, else f32; 16-bit queries beside keys that travelled
+    /// as FP8 keep their type. f32, too, with head dimensions that are no multiples of 8 up to
+    /// 256. The host computes from f32.
+    pub fn widened(&self) -> DType {
+        match self.dtype {
+            _ if !self.fits_matrices() => DType::F32,
+            DType::F8E4M3 if self.out == DType::BF16 => DType::BF16,
+            DType::BF16 | DType::F16 => self.dtype,
+            _ => DType::F32,
+        }
+    }
+
+    /// Returns whether matrix instructions take such heads.
+    pub(crate) fn fits_matrices(&self) -> bool {
+        [self.dqk, self.dv].iter().all(|d| d.is_multiple_of(8) && (8..=256).contains(d))
+    }
+
     /// Returns whether kernels need the text with all features for it: softcap, bias, dropout, or a
     /// scale that is not positive.
     pub(crate) fn has_extras(&self) -> bool {

@@ -64,6 +64,15 @@ impl Data {
         Self { codes: None, q, k, v, d_out, bias, sink }
     }
 
+    /// As a plan by `by` computes: from codes, or from what they are widened to.
+    fn by(self, d: &AttentionDesc, by: By) -> Self {
+        if self.codes.is_none() || by.is_by_fp8_products(d) {
+            return self;
+        }
+        let [q, k, v] = [&self.q, &self.k, &self.v].map(|m| m.rounded(d.widened()));
+        Self { q, k, v, ..self }
+    }
+
     fn inputs(&self) -> oracle::AttnInputs<'_> {
         oracle::AttnInputs {
             bias: self.bias.as_ref(),
@@ -115,7 +124,7 @@ fn magnitudes(d: &AttentionDesc, x: &Data, want: &oracle::AttnOut, by: By) -> Ma
     let abs = |m: &Mat| m.map(f64::abs);
     let (v, d_out) = (abs(&x.v), abs(&x.d_out));
     let out = oracle::attention(&spec, &oracle::AttnInputs { v: &v, ..x.inputs() }, &seqs).o;
-    let dv = oracle::attention_bwd(&spec, &x.inputs(), &seqs, &d_out).dv;
+    let mut dv = oracle::attention_bwd(&spec, &x.inputs(), &seqs, &d_out).dv;
     let (mut dq, mut dk) = (Mat::zeros(x.q.rows, x.q.cols), Mat::zeros(x.k.rows, x.k.cols));
     let group = d.heads_q / d.heads_kv;
     let dot = |a: &[f64], b: &[f64]| a.iter().zip(b).map(|(a, b)| a * b).sum::<f64>();
@@ -143,10 +152,20 @@ fn magnitudes(d: &AttentionDesc, x: &Data, want: &oracle::AttnOut, by: By) -> Ma
                 let keep = d.dropout.map_or(1.0, |x| 1.0 / (1.0 - x.p));
                 let vr = &x.v.row(c)[vc..vc + d.dv];
                 let dp = dot(&abs_of(g), &abs_of(vr)) * keep;
+                // Behind FP8 products scores are made anew of widened q and k.
+                let moved = if by.is_by_fp8_products(d) {
+                    let terms = dot(&abs_of(qr), &abs_of(kr)) * d.scale.abs();
+                    (2.0 * roundoff(d.widened()) * terms).exp_m1()
+                } else {
+                    0.0
+                };
                 let e = p
-                    * ((dot(g, vr).abs() * keep + delta.abs()) * u
+                    * ((dot(g, vr).abs() * keep + delta.abs()) * (u + moved)
                         + (dp + delta.abs() + 1.0) * SMALL
                         + off);
+                for n in 0..d.dv {
+                    *dv.at_mut(c, vc + n) += p * keep * moved * g[n].abs() / u;
+                }
                 for n in 0..d.dqk {
                     *dq.at_mut(r, qc + n) += e * kr[n].abs() * d.scale.abs();
                     *dk.at_mut(c, kc + n) += e * qr[n].abs() * d.scale.abs();
@@ -222,11 +241,15 @@ impl By {
 
     /// Of the type that kernels round probabilities and the gradients of scores to.
     fn roundoff(self, d: &AttentionDesc) -> f64 {
-        if self.is_by_fp8_products(d) { 2f64.powi(-4) } else { roundoff(d.dtype) }
+        match d.dtype.is_fp8() {
+            true if self.is_by_fp8_products(d) => 2f64.powi(-4),
+            true => roundoff(d.widened()),
+            false => roundoff(d.dtype),
+        }
     }
 
     fn is_by_fp8_products(self, d: &AttentionDesc) -> bool {
-        matches!(self, By::Backend(AttnBackend::Hopper)) && d.dtype.is_fp8()
+        matches!(self, By::Backend(AttnBackend::Hopper)) && d.scales == HeadScales::Block128
     }
 }
 
@@ -295,7 +318,7 @@ fn run(g: &Gpu, d: &AttentionDesc) {
 /// The same by a backend or kernel; what the plan says of itself.
 pub fn run_by(g: &Gpu, d: &AttentionDesc, by: impl Into<By>) -> String {
     let (what, by) = (format!("{d}"), by.into());
-    let x = Data::new(d, &mut Rng::new(11));
+    let x = Data::new(d, &mut Rng::new(11)).by(d, by);
     let side = Side::new(g, d, &x, by);
     side.launch(&g.stream);
     g.stream.synchronize().unwrap();
@@ -334,18 +357,29 @@ pub fn launches_by(g: &Gpu, d: &AttentionDesc, by: AttnBackend, seqs: Sequences)
     plan.prepare(&g.stream).unwrap();
     let d = AttentionDesc { sequences: seqs, ..d.clone() };
     let (what, x) = (format!("{d}"), Data::new(&d, &mut Rng::new(12)));
+    let x = x.by(&d, by);
     let (spec, seqs) = spec(&d);
-    let want = oracle::attention(&spec, &x.inputs(), &seqs);
-    let off = magnitudes(&d, &x, &want, by);
     let side = Side::new(g, &d, &x, by);
+    let wants = |x: &Data, by| {
+        let want = oracle::attention(&spec, &x.inputs(), &seqs);
+        let off = magnitudes(&d, x, &want, by);
+        (want, off)
+    };
+    let first = wants(&x, by);
+    // By offsets codes are widened.
+    let wide = By::from(AttnBackend::Auto);
+    let second = by.is_by_fp8_products(&d).then(|| wants(&x.by(&d, wide), wide));
     let cu = |of: &[std::ops::Range<usize>]| {
         let all: Vec<i32> = [0].into_iter().chain(of.iter().map(|r| r.end as i32)).collect();
         g.move_here(&Tensor::from_slice(&all, Shape::d1(all.len())).unwrap())
     };
     let offsets = AttnOffsets::packed(cu(&seqs.q), cu(&seqs.kv));
-    for x in [
-        AttnInputs { sequences: Some(d.sequences.clone()), ..side.x.clone() },
-        AttnInputs { offsets: Some(offsets), ..side.x.clone() },
+    for (x, (want, off)) in [
+        (AttnInputs { sequences: Some(d.sequences.clone()), ..side.x.clone() }, &first),
+        (
+            AttnInputs { offsets: Some(offsets), ..side.x.clone() },
+            second.as_ref().unwrap_or(&first),
+        ),
     ] {
         let out = AttnOut { out: side.out.t.clone(), lse: side.lse.t.clone() };
         [&out.out, &out.lse].iter().for_each(|t| t.poison().unwrap());

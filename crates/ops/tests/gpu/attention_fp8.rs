@@ -74,6 +74,38 @@ fn fp8_products_replay_with_the_same_bits() {
     });
 }
 
+/// With a scale for each token, and where another plan asks for it, codes become bf16, and the
+/// other kernels take that: for sm_90a, too.
+#[test]
+fn fp8_is_widened_to_bf16() {
+    let Some(g) = hopper() else { return };
+    let t = DType::F8E4M3;
+    let wide = |d: &AttentionDesc, by, kernels: &str| {
+        let explain = run_by(&g, d, by);
+        assert!(explain.contains("widened to bf16") && explain.contains(kernels), "{explain}");
+    };
+    let seqs: &[usize] = if is_emulated() { &[70] } else { &[1, 129, 700] };
+    for seq in seqs {
+        for dim in [64, 128, 256] {
+            wide(&base(*seq, dim, t, AttnMask::CAUSAL), AttnBackend::Hopper, "sm_90a (dq");
+        }
+        wide(&base(*seq, 40, t, AttnMask::window(30, 2)), AttnBackend::Auto, "tiles");
+        wide(&of(*seq, (2, 1), AttnMask::FULL), AttnBackend::Portable, "tiles");
+        let d = base(*seq, 64, t, AttnMask::CAUSAL);
+        let more = Some(Dropout { p: 0.2, seed: 9 });
+        wide(
+            &AttentionDesc { dropout: more, softcap: Some(5.0), ..d.clone() },
+            AttnBackend::Hopper,
+            { "sm_90a (dq" },
+        );
+        // Results of f32 are of f32 arithmetic, and so are heads that matrix instructions lack.
+        for d in [AttentionDesc { out: DType::F32, ..d }, base(*seq, 33, t, AttnMask::FULL)] {
+            let explain = run_by(&g, &d, AttnBackend::Auto);
+            assert!(explain.contains("widened to f32"), "{explain}");
+        }
+    }
+}
+
 /// A plan with other sequences than its own; by offsets codes are widened.
 #[test]
 fn plans_of_fp8_products_take_other_sequences() {
@@ -94,7 +126,6 @@ fn what_fp8_products_do_not_do_is_refused() {
     let Some(g) = hopper() else { return };
     let d = of(200, (2, 1), AttnMask::CAUSAL);
     for (bad, why) in [
-        (AttentionDesc { scales: HeadScales::Token, ..d.clone() }, "128 tokens"),
         (AttentionDesc { softcap: Some(2.0), ..d.clone() }, "softcap"),
         (AttentionDesc { dropout: Some(Dropout { p: 0.1, seed: 1 }), ..d.clone() }, "dropout"),
     ] {
@@ -142,6 +173,7 @@ fn the_attention_kernels_of_fp8_run_on_emulated_devices() {
             "attention_fp8::fp8_products_of_one_sequence",
             "attention_fp8::fp8_products_of_packed_rows",
             "attention_fp8::fp8_products_replay_with_the_same_bits",
+            "attention_fp8::fp8_is_widened_to_bf16",
             "attention_fp8::plans_of_fp8_products_take_other_sequences",
             "attention_fp8::what_fp8_products_do_not_do_is_refused",
         ],

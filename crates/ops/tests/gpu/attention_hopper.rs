@@ -118,7 +118,7 @@ fn what_the_attention_kernel_for_sm_90a_does_not_take() {
     for (bad, why) in [
         (base(20, 40, DType::BF16, AttnMask::FULL), "40 and 40"),
         (base(20, 64, DType::F32, AttnMask::FULL), "f32"),
-        (base(20, 64, DType::F8E4M3, AttnMask::FULL), "e4m3"),
+        (AttentionDesc { out: DType::F32, ..base(20, 64, DType::F8E4M3, AttnMask::FULL) }, "f32"),
     ] {
         let plan = AttentionPlan::with_backend(bad, None, AttnBackend::Hopper).unwrap();
         let e = plan.prepare(&g.stream).unwrap_err();

@@ -95,6 +95,10 @@ pub fn rows_of(m: &Mat, spans: &[Range<usize>]) -> Mat {
     Mat::from_fn(rows.len(), m.cols, |r, c| m.at(rows[r], c))
 }
 
+fn on_device(ctx: &Ctx) -> bool {
+    !matches!(ctx.heap.device(), Device::Host)
+}
+
 /// A problem on global tensors, equal on all ranks.
 pub struct Problem {
     pub desc: AttentionDesc,
@@ -106,6 +110,8 @@ pub struct Problem {
     d_o: Mat,
     /// The type that kernels round probabilities to before their products, if they do.
     rounds: Option<DType>,
+    /// Errors of scores beside those of sums in f32, relative to the magnitudes of their terms.
+    scores: f64,
 }
 
 /// The oracle's results, and the magnitudes of the error bound.
@@ -183,15 +189,38 @@ impl Problem {
         });
         let sink = a.sink.then(|| ctx.random(1, a.heads_q, DType::F32).data);
         let narrow = matches!(a.dtype, DType::BF16 | DType::F16);
-        let on_device = !matches!(ctx.heap.device(), Device::Host);
-        let rounds = (on_device && narrow).then_some(a.dtype);
-        Self { desc, q, k, v, bias, sink, d_o, rounds }
+        let rounds = (on_device(ctx) && narrow).then_some(a.dtype);
+        Self { desc, q, k, v, bias, sink, d_o, rounds, scores: 0.0 }
     }
 
-    /// As computed by FP8 products, if there is a device.
+    /// As computed by FP8 products, if there is a device: these are added with some 14 bits, the
+    /// others cut off.
     pub fn by_fp8_products(&mut self, ctx: &Ctx) {
-        let on_device = !matches!(ctx.heap.device(), Device::Host);
-        self.rounds = on_device.then_some(DType::F8E4M3);
+        if on_device(ctx) {
+            (self.rounds, self.scores) = (Some(DType::F8E4M3), 8.0 * 2f64.powi(-13));
+        }
+    }
+
+    /// A backward pass of widened q and k with results of [`Problem::by_fp8_products`]: it makes
+    /// other scores.
+    pub fn behind_fp8_products(&mut self, ctx: &Ctx) {
+        if on_device(ctx) {
+            self.scores += 2.0 * self.desc.widened().unit_roundoff();
+        }
+    }
+
+    /// As computed from FP8 codes that a device, if there is one, has widened: values of that type,
+    /// and kernels that round to it.
+    pub fn widened(&mut self, ctx: &Ctx) {
+        let wide = self.desc.widened();
+        if !on_device(ctx) || wide == DType::F32 {
+            return;
+        }
+        (self.rounds, self.scores) = (Some(wide), 0.0);
+        for x in [&mut self.q, &mut self.k, &mut self.v] {
+            // As the product of code and scale is.
+            x.values = x.values.rounded(DType::F32).rounded(wide);
+        }
     }
 
     /// As if K and V had travelled as e4m3 with one scale for each (token, head).
@@ -285,10 +314,7 @@ impl Problem {
         let unit = 4.0 * DType::F32.unit_roundoff() * (self.k_len() as f64).sqrt();
         let stored = self.desc.out.unit_roundoff() / unit;
         let rounded = self.rounds.map_or(0.0, |t| t.unit_roundoff() / unit);
-        // Products of e4m3 are added with some 14 bits, the others cut off.
-        let products = self.rounds == Some(DType::F8E4M3);
-        let scores = if products { 8.0 * 2f64.powi(-13) / unit } else { 0.0 };
-        let by = Roundings { stored, rounded, scores };
+        let by = Roundings { stored, rounded, scores: self.scores / unit };
         let mag = magnitudes(&spec, &inputs, &seqs, &self.d_o, (&out, by));
         Want { out, grads, mag }
     }

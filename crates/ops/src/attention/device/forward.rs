@@ -75,10 +75,8 @@ pub(super) struct Forward {
 
 /// The compilation for matrix instructions, if there is one for these dimensions.
 pub(super) fn variant(d: &AttentionDesc, extra: bool) -> Option<Variant> {
-    let fits = |x: usize| x.is_multiple_of(8) && (8..=256).contains(&x);
-    let narrow = matches!(d.dtype, DType::BF16 | DType::F16);
     let v = Variant { f16: d.dtype == DType::F16, dqk: d.dqk as u64, dv: d.dv as u64, extra };
-    (narrow && fits(d.dqk) && fits(d.dv)).then_some(v)
+    (matches!(d.dtype, DType::BF16 | DType::F16) && d.fits_matrices()).then_some(v)
 }
 
 /// The compilation that this device has the shared memory for; else the plain kernels do it.

@@ -1,5 +1,5 @@
-//! FP8 q, k and v on CUDA devices: codes with their scales become f32, which the plain kernels
-//! take. Every bit counts, as on the host.
+//! FP8 q, k and v on CUDA devices: codes with their scales become bf16, f16 or f32
+//! ([`AttentionDesc::widened`]), which the other kernels take.
 
 use tilewire_core::{DType, Result, ScaleLayout};
 use tilewire_device::cuda::{CudaContext, CudaMemory, CudaStream};
@@ -11,12 +11,14 @@ use tilewire_kernels::abi::TwAttn;
 
 /// Returns what the kernels compute where q, k and v are widened.
 pub(crate) fn kernel_desc(d: &AttentionDesc) -> AttentionDesc {
-    AttentionDesc { dtype: DType::F32, scales: HeadScales::Token, ..d.clone() }
+    AttentionDesc { dtype: d.widened(), scales: HeadScales::Token, ..d.clone() }
 }
 
-/// Workspace for f32 queries, keys and values, and the kernel that fills it from e4m3.
+/// Workspace for queries, keys and values, and the kernel that fills it from e4m3.
 pub(crate) struct Wide {
     widen: Widen,
+    /// Bytes of an element.
+    pub size: usize,
     pub q: CudaMemory,
     pub k: CudaMemory,
     pub v: CudaMemory,
@@ -31,11 +33,13 @@ impl Wide {
         for (rows, dim) in [(q, d.dqk), (kv, d.dqk), (kv, d.dv)] {
             Widen::check(rows, dim)?;
         }
+        let size = d.widened().size();
         Ok(Self {
-            widen: Widen::new(ctx, DType::F8E4M3, DType::F32)?,
-            q: workspace(ctx, 4 * q * d.dqk)?,
-            k: workspace(ctx, 4 * kv * d.dqk)?,
-            v: workspace(ctx, 4 * kv * d.dv)?,
+            widen: Widen::new(ctx, DType::F8E4M3, d.widened())?,
+            size,
+            q: workspace(ctx, size * q * d.dqk)?,
+            k: workspace(ctx, size * kv * d.dqk)?,
+            v: workspace(ctx, size * kv * d.dv)?,
         })
     }
 

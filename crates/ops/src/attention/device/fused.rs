@@ -25,7 +25,7 @@ impl Kernels {
     /// `Unsupported` if there is none; as [`Fused::new`].
     pub fn fuse(&mut self, ctx: &CudaContext, d: &AttentionDesc) -> Result<()> {
         if d.dtype.is_fp8() {
-            return Err(lacks("FP8 is widened to f32"));
+            return Err(lacks("FP8 is widened first"));
         }
         let by = &mut self.backward;
         if matches!(by.make, Make::Portable(..)) {

@@ -100,13 +100,14 @@ impl Local {
                     return by.fp8(stream, (d, &given, &p), (f, values), tables.clone());
                 }
                 let p = by.widened(stream, d, (x, rows), p)?;
+                let wide = &self.kernels.desc;
                 let (Some(o), None) = (&x.offsets, &tables) else {
-                    return by.forward(stream, d, &p, tables.unwrap_or_default());
+                    return by.forward(stream, wide, &p, tables.unwrap_or_default());
                 };
                 let (offsets, refused) = by.by_offsets();
                 let places = [by.place(0, self.kernels.forward.rows()), by.place(2, 1)];
-                let [own, other] = offsets.tables(stream, d, (o, rows), (places, refused))?;
-                by.attend(stream, d, &p, (&own, &other))?;
+                let [own, other] = offsets.tables(stream, wide, (o, rows), (places, refused))?;
+                by.attend(stream, wide, &p, (&own, &other))?;
                 offsets.results(stream, refused, [&out.out, &out.lse])
             })
         })
@@ -121,27 +122,28 @@ impl Local {
         (saved, grads): (&AttnSaved, &AttnGrads),
     ) -> Result<()> {
         let p = param_bwd(d, x, rows, (saved, grads))?;
+        let wide = &self.kernels.desc;
         self.with(stream, |by| {
             let p = TwAttn { delta: by.delta_memory().addr(), ..p };
             holding(stream, by.held(inputs_bwd(x, saved, grads)), || {
-                by.delta(stream, d, &p)?;
+                by.delta(stream, wide, &p)?;
                 let p = by.widened(stream, d, (x, rows), p)?;
                 let (offsets, refused) = by.by_offsets();
                 let tables = match &x.offsets {
                     None => by.tables(stream, whole(seqs))?,
                     Some(o) => {
                         let places = (by.places(), refused);
-                        let [queries, keys] = offsets.tables(stream, d, (o, rows), places)?;
+                        let [queries, keys] = offsets.tables(stream, wide, (o, rows), places)?;
                         Sides { queries, keys }
                     }
                 };
                 match &self.sums {
                     Some(all) => {
-                        all.with(stream, |sums| by.all(stream, d, (&p, sums), &tables))?;
+                        all.with(stream, |sums| by.all(stream, wide, (&p, sums), &tables))?;
                     }
                     None => {
-                        by.keys(stream, d, &p, &tables)?;
-                        by.queries(stream, d, &p, &tables)?;
+                        by.keys(stream, wide, &p, &tables)?;
+                        by.queries(stream, wide, &p, &tables)?;
                     }
                 }
                 let outs = grads.named().into_iter().filter_map(|(_, t)| t);

@@ -1,6 +1,7 @@
 //! Attention on CUDA devices, by the portable kernels (`kernels/src/attention`), and by those for
 //! sm_90a where they are asked for.
 
+mod contained;
 mod few;
 mod forward;
 mod fp8;

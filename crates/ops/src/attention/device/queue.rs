@@ -16,7 +16,6 @@ use super::forward::{
     Attend, Forward, Needs, ROWS, Tiled, code, core_lacks, fitting, plain, results, variant,
 };
 use super::fp8::kernel_desc;
-use super::hopper::Hopper;
 use super::hopper_fp8::HopperFp8;
 use super::hopper_fused::Fused;
 use super::hopper_grad::{self, Gradients};
@@ -25,7 +24,9 @@ use super::space::{Sizes, Space};
 use super::split::SplitKeys;
 use crate::attention::desc::bound;
 use crate::attention::table::number_tiles;
-use crate::attention::{AttentionDesc, AttnBackend, AttnGrads, AttnInputs, AttnSaved, LocalRows};
+use crate::attention::{
+    AttentionDesc, AttnBackend, AttnGrads, AttnInputs, AttnSaved, HeadScales, LocalRows,
+};
 use crate::common::cuda::{addr, fit_32_bits, load, no_kernel};
 
 /// `p` with another place for its result over some of the keys, which is f32.
@@ -61,6 +62,8 @@ pub(super) struct Backward {
 
 /// The kernels of a plan.
 pub(super) struct Kernels {
+    /// The description that they are for: of a wider type, if FP8 is widened.
+    pub desc: AttentionDesc,
     pub forward: Forward,
     pub backward: Backward,
     pub by_offsets: ByOffsets,
@@ -188,9 +191,13 @@ impl Kernels {
             let split = SplitKeys::new(ctx, d, backend)?;
             return Ok(Self { split, ..Self::sized(ctx, d, &needs, backend)? });
         }
-        let fp8 = (backend == AttnBackend::Hopper).then(|| HopperFp8::new(ctx, d)).transpose()?;
-        let others = if fp8.is_some() { AttnBackend::Auto } else { backend };
-        let mut new = Self::sized(ctx, &kernel_desc(d), &needs, others)?;
+        let products = backend == AttnBackend::Hopper && d.scales == HeadScales::Block128;
+        let fp8 = products.then(|| HopperFp8::new(ctx, d)).transpose()?;
+        let wide = kernel_desc(d);
+        // Those that are beside FP8 products need not be for sm_90a.
+        let only = fp8.is_none() || wide.dtype != DType::F32;
+        let others = if only { backend } else { AttnBackend::Auto };
+        let mut new = Self::sized(ctx, &wide, &needs, others)?;
         let rows = (queries, d.heads_kv * d.sequences.tokens_kv);
         new.sizes.wide = Some((d.clone(), rows));
         Ok(Self { fp8, ..new })
@@ -204,6 +211,7 @@ impl Kernels {
     ) -> Result<Self> {
         let segs = fitting_segs(d, needs.pieces)?;
         Ok(Self {
+            desc: d.clone(),
             forward: Forward::new(ctx, d, needs, backend)?,
             backward: Backward::new(ctx, d, needs, backend)?,
             by_offsets: ByOffsets::new(ctx)?,
@@ -214,40 +222,11 @@ impl Kernels {
     }
 
     pub fn explain(&self) -> String {
-        let fp8 = if self.sizes.wide.is_some() { ", FP8 widened to f32" } else { "" };
+        let wide = self.sizes.wide.is_some().then_some(self.desc.dtype);
+        let fp8 = wide.map_or_else(String::new, |t| format!(", FP8 widened to {t}"));
         let split = self.split.as_ref().map(|s| format!("{}, others by ", s.name()));
         let split = self.fp8.as_ref().map(HopperFp8::name).or(split).unwrap_or_default();
         format!("CUDA, {split}{}{fp8}; backward {}", self.forward.name, self.backward.name)
-    }
-
-    /// Returns whether the forward pass of these rows writes no table: a launch contains them.
-    pub fn takes_few(&self, (q, kv): &(Vec<TwSeg>, Vec<TwSeg>)) -> bool {
-        matches!(self.forward.attend, Attend::Hopper(_)) && Hopper::takes_few([q, kv])
-    }
-
-    /// Queues the forward pass of tensors that are held, of rows that [`Kernels::takes_few`]
-    /// accepts.
-    pub fn attend_few(
-        &self,
-        stream: &CudaStream,
-        d: &AttentionDesc,
-        p: &TwAttn,
-        (mut q, kv): (Vec<TwSeg>, Vec<TwSeg>),
-    ) -> Result<()> {
-        let Attend::Hopper(h) = &self.forward.attend else {
-            return Err(Error::internal("a launch that no kernel contains"));
-        };
-        let tiles = number_tiles(&mut q, h.rows());
-        if tiles == 0 || p.heads_q == 0 {
-            return Ok(());
-        }
-        let tokens_kv = kv.iter().map(|s| s.len as usize).sum();
-        aligned(d, &[("q", p.q), ("k", p.k), ("v", p.v), ("out", p.out)])?;
-        let p = TwAttn { num_own: q.len() as u32, tiles, ..*p };
-        // SAFETY: what `p` points to was checked against the description (shapes, types, the same
-        // device), begins at multiples of 16 bytes (`aligned`), and is held by the stream; the
-        // launch contains its segments.
-        unsafe { h.launch(stream, d, (&p, tokens_kv), Some([&q, &kv])) }
     }
 }
 
@@ -332,7 +311,7 @@ impl Prepared {
         (&self.kernels.by_offsets, self.space.refused.addr())
     }
 
-    /// With FP8, queues q, k and v in f32. The inputs are held.
+    /// With FP8, queues q, k and v in a wider type. The inputs are held.
     pub(super) fn widened(
         &self,
         stream: &CudaStream,

@@ -1,6 +1,6 @@
 //! FP8 on devices: keys, values and queries that travel as e4m3 with a scale for each (row, head),
-//! and parts of dk and dv that travel as FP8. Arithmetic is f32: codes are widened where they are
-//! used, a rank's own too.
+//! and parts of dk and dv that travel as FP8. Codes are widened where they are used, a rank's own
+//! too ([`AttentionDesc::widened`](crate::attention::AttentionDesc::widened)).
 
 use tilewire_core::{DType, Result};
 use tilewire_device::cuda::{CudaContext, CudaMemory};
@@ -36,11 +36,12 @@ pub(super) struct Fp8 {
 
 /// Keys that travel as e4m3.
 pub(super) struct Keys {
-    /// f32 of my heads: of the queries of my group, and of the keys of all ranks.
+    /// Values of my heads: of the queries of my group, if they change, and of the keys of all
+    /// ranks.
     pub wide: Wide,
     /// Wider inputs are quantised: the kernel, then codes and scales of my keys as they travel.
     pub narrow: Option<(Narrow, Vec<CudaMemory>)>,
-    /// 16-bit queries to f32.
+    /// 16-bit queries to f32, if the kernels take that.
     pub convert: Option<Reducer>,
 }
 
@@ -76,7 +77,9 @@ impl Fp8 {
 impl Keys {
     fn new(ctx: &CudaContext, d: &CpAttentionDesc, s: &Sizes) -> Result<Self> {
         let (a, own) = (&d.attn, s.max_kv * s.all_kv);
-        let rows = (s.inner * s.max_q * s.hq, s.all_keys() * s.hkv);
+        let wide = a.widened();
+        let queries = if a.dtype == wide { 0 } else { s.inner * s.max_q * s.hq };
+        let rows = (queries, s.all_keys() * s.hkv);
         let narrow = match a.dtype.is_fp8() {
             true => None,
             false => {
@@ -84,8 +87,8 @@ impl Keys {
                 Some((Narrow::new(ctx, a.dtype, DType::F8E4M3)?, own))
             }
         };
-        let short = matches!(a.dtype, DType::BF16 | DType::F16);
-        let convert = short.then(|| Reducer::new(ctx, [a.dtype, DType::F32, DType::F32]));
+        let converts = matches!(a.dtype, DType::BF16 | DType::F16) && wide == DType::F32;
+        let convert = converts.then(|| Reducer::new(ctx, [a.dtype, DType::F32, DType::F32]));
         Ok(Self { wide: Wide::new(ctx, a, rows)?, narrow, convert: convert.transpose()? })
     }
 }

@@ -103,7 +103,7 @@ fn gated(lane: &Lane, d: &AttentionDesc, (size, order): (usize, KeyOrder)) -> Re
 /// The kernels and memory that `prepare` makes.
 pub(in crate::cp_attention) struct Prepared {
     pub(super) attention: Attention,
-    /// The description that its kernels are compiled for: of f32 where keys travel as FP8.
+    /// The description that its kernels are compiled for: of a wider type where keys travel as FP8.
     pub(super) desc: AttentionDesc,
     pub(super) fp8: Fp8,
     pub config: CpConfig,
@@ -140,6 +140,12 @@ impl Prepared {
         let sum = adds.then(|| Reducer::new(ctx, types)).transpose()?;
         // One rank has no merge, but tiles of its own.
         let gates = config.gated && (split || config.order == KeyOrder::Canonical);
+        if gates && d.kv_wire().1 {
+            return Err(no_kernel(
+                "attention that waits for keys that travel as FP8 where it meets them",
+                "leave `gated` off, or send keys in their own type",
+            ));
+        }
         let gated = gates.then(|| gated(lane, &desc, (size, config.order))).transpose()?;
         let merges = split && gated.is_none();
         let merge = merges.then(|| Merge::new(ctx, &d.attn)).transpose()?;

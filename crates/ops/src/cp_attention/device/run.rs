@@ -262,7 +262,7 @@ impl DeviceRun<'_> {
         let delta = attention.delta_memory().addr();
         let p = param_bwd(&self.op.desc.attn, self.x, self.op.rows, (saved, g))?;
         let p = TwAttn { delta, ..p };
-        attention.delta(self.main(), &self.op.desc.attn, &p)?;
+        attention.delta(self.main(), &self.op.p.desc, &p)?;
         Ok(p)
     }
 

@@ -50,8 +50,8 @@ impl DeviceRun<'_> {
         self.l.fork()
     }
 
-    /// Returns `base` for a pass over my own queries and keys; with FP8 keys it queues their f32
-    /// and points to it.
+    /// Returns `base` for a pass over my own queries and keys; with FP8 keys it queues their
+    /// values and points to them.
     pub(super) fn own_operands(&self, base: TwAttn) -> Result<TwAttn> {
         let Some(keys) = self.keys8() else { return Ok(base) };
         let scales = self.x.q.scales.as_ref().map_or(Ok(0), |t| t.cuda().map(|m| m.addr()))?;
@@ -64,8 +64,8 @@ impl DeviceRun<'_> {
         Ok(TwAttn { q, k, v, ..base })
     }
 
-    /// Queues the widening to f32 of `rows` rows of my heads' queries at `q`, with scales at
-    /// `scales`, and returns the address of the result; with no need for it, `q`.
+    /// Queues the widening of `rows` rows of my heads' queries at `q`, with scales at `scales`, and
+    /// returns the address of the result; with no need for it, `q`.
     pub(super) fn wide_queries(&self, (q, scales): (u64, u64), rows: usize) -> Result<u64> {
         let Some(keys) = self.keys8() else { return Ok(q) };
         let (s, to) = (self.s, keys.wide.q.addr());
@@ -91,19 +91,19 @@ impl DeviceRun<'_> {
         Ok(to)
     }
 
-    /// Queues the f32 of the keys of all ranks, if `at` are codes and scales; returns where k and v
-    /// are.
+    /// Queues the values of the keys of all ranks, if `at` are codes and scales; returns where k
+    /// and v are.
     pub(super) fn wide_keys(&self, at: &[u64]) -> Result<(u64, u64)> {
         let Some(keys) = self.keys8() else { return Ok((at[0], at[1])) };
         self.fill_keys(keys, at, 0, self.op.seqs.tokens_kv)
     }
 
-    /// Queues the f32 of `rows` rows of keys, codes and scales at `at`, to dense row `first`.
+    /// Queues the values of `rows` rows of keys, codes and scales at `at`, to dense row `first`.
     fn fill_keys(&self, keys: &Keys, at: &[u64], first: usize, rows: usize) -> Result<(u64, u64)> {
         let (s, wide) = (self.s, &keys.wide);
         let mut to = [0; 2];
         for (i, (m, dim)) in [(&wide.k, s.dqk), (&wide.v, s.dv)].into_iter().enumerate() {
-            to[i] = m.addr() + (4 * first * s.hkv * dim) as u64;
+            to[i] = m.addr() + (wide.size * first * s.hkv * dim) as u64;
             // SAFETY: rows of my own tensors, or of all ranks' keys, which have arrived; the
             // workspace has those of all ranks, and all is held.
             unsafe { wide.fill(self.main(), (at[i], at[i + 2]), (rows * s.hkv, dim), to[i])? };
