@@ -25,8 +25,8 @@
 //
 // Launch: 128 threads; TW_S_Q_BYTES + TW_SPLIT_STAGES * TW_S_STAGE bytes of dynamic shared memory.
 //   tw_attn_split        TwAttn::tiles * Hkv blocks
-//   tw_attn_split_merge  TwSplit::tiles * Hkv blocks, without dynamic shared memory; may begin while
-//                        the first kernel ends (griddepcontrol)
+//   tw_attn_split_merge  TwSplit::tiles * Hkv blocks, without dynamic shared memory; it may begin
+//                        while the first kernel ends (griddepcontrol)
 
 #include "../ptx/grid.cuh"
 #include "common.cuh"
@@ -224,7 +224,7 @@ extern "C" __global__ void __launch_bounds__(TW_S_THREADS, TW_S_BLOCKS)
 tw_attn_split(const __grid_constant__ TwAttn a, const __grid_constant__ TwSplit s) {
     __shared__ TwPiece b;
     __shared__ __align__(16) float2 ends[TW_S_SLICES][TW_SM];
-    // Blocks that merge begin when all of these have begun, where there is room, and wait.
+    // Blocks that merge begin when all of these have begun, as far as they fit, and wait.
     griddepcontrol_launch_dependents();
     tw_s_begin(a, s, b);
     __syncthreads();

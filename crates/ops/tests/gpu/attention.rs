@@ -163,8 +163,8 @@ fn magnitudes(d: &AttentionDesc, x: &Data, want: &oracle::AttnOut, by: By) -> Ma
                     * ((dot(g, vr).abs() * keep + delta.abs()) * (u + moved)
                         + (dp + delta.abs() + 1.0) * SMALL
                         + off);
-                for n in 0..d.dv {
-                    *dv.at_mut(c, vc + n) += p * keep * moved * g[n].abs() / u;
+                for (n, g) in g.iter().enumerate() {
+                    *dv.at_mut(c, vc + n) += p * keep * moved * g.abs() / u;
                 }
                 for n in 0..d.dqk {
                     *dq.at_mut(r, qc + n) += e * kr[n].abs() * d.scale.abs();

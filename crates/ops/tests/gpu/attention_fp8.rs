@@ -96,7 +96,7 @@ fn fp8_is_widened_to_bf16() {
         wide(
             &AttentionDesc { dropout: more, softcap: Some(5.0), ..d.clone() },
             AttnBackend::Hopper,
-            { "sm_90a (dq" },
+            "sm_90a (dq",
         );
         // Results of f32 are of f32 arithmetic, and so are heads that matrix instructions lack.
         for d in [AttentionDesc { out: DType::F32, ..d }, base(*seq, 33, t, AttnMask::FULL)] {
