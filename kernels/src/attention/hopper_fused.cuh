@@ -22,6 +22,10 @@
 //     tiles before it, as is so for all but the first blocks, finds its turn everywhere. (Head
 //     after head it would not: at the second head it had to wait for its neighbour's longer way.)
 //
+// Without turns (TW_HB_UNORDERED) all blocks add at once to sums that are zero when the launch
+// begins, and the bits of dq differ from run to run. Nobody waits for a word; no word but that of
+// tiles is touched.
+//
 // Memory order of a turn: the thread that adds waits until its bulk copy is written
 // (cp.async.bulk.wait_group, never .read), orders it before what it does next
 // (fence.proxy.async), and raises the word by a release. The next one acquires the word, and
@@ -59,11 +63,14 @@
 #ifndef TW_HB_FUSED_STAGES
 #define TW_HB_FUSED_STAGES 3
 #endif
+#ifndef TW_HB_UNORDERED
+#define TW_HB_UNORDERED 0
+#endif
 
 // Where dq is summed.
 struct TwDqSums {
     // [heads_q, 2, tokens_q, DQK / 2]: without the scale. Columns lie as TwFused::store_dq has
-    // them.
+    // them. Zero when the launch begins, without turns.
     float* sums;
     // [1 + 2 * own tiles of queries * heads_q]: zero when the launch begins, and behind it. The
     // first word deals out tiles of keys; the last draw resets it. The others count turns, of each
@@ -273,8 +280,8 @@ struct TwFused : TwGrad<false, TW_SUM1 | TW_SUM2, TW_HB_FUSED_M, TW_HB_FUSED_STA
             while (!mbarrier_try_wait_parity(s.dq_full + begin, n / 2 & 1)) {
             }
             if (s.added[n % ADDED].q.num == 0) return;
-            const u32 turn = turn_of(a, s.added[n % ADDED]);
-            if (turn > 0) {
+            const u32 turn = TW_HB_UNORDERED ? 1 : turn_of(a, s.added[n % ADDED]);
+            if (!TW_HB_UNORDERED && turn > 0) {
                 const u32* turns = turns_of(a, to, n);
                 while (ld_acquire_gpu_u32(turns) != turn) {
                 }
@@ -291,6 +298,8 @@ struct TwFused : TwGrad<false, TW_SUM1 | TW_SUM2, TW_HB_FUSED_M, TW_HB_FUSED_STA
             bulk_commit_group();
             bulk_wait_group_read<0>();
             mbarrier_arrive(&s.dq_empty);
+            // The end of the kernel waits for what nobody else does.
+            if (TW_HB_UNORDERED) continue;
             // They are written, and ordered before the word.
             bulk_wait_group<0>();
             fence_proxy_async();
@@ -490,7 +499,7 @@ struct TwFused : TwGrad<false, TW_SUM1 | TW_SUM2, TW_HB_FUSED_M, TW_HB_FUSED_STA
 __device__ __forceinline__ void tw_dq_of_sums(const TwAttn& a, const TwDqSums& to) {
     __shared__ u32 added[2];
     const u32 t = blockIdx.x / a.heads_q, head = blockIdx.x - t * a.heads_q, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    if (threadIdx.x < 2) {
+    if (!TW_HB_UNORDERED && threadIdx.x < 2) {
         u32* word = tw_turns(to, a.heads_q, 2 * t + threadIdx.x, head);
         added[threadIdx.x] = *word;
         *word = 0;
@@ -502,7 +511,7 @@ __device__ __forceinline__ void tw_dq_of_sums(const TwAttn& a, const TwDqSums& t
     for (u32 r = warp; r < num; r += 8) {
         const u32 row = own.row + first + r, chunk = place ^ r % 2 * 4;
         float4 d = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-        if (added[r / 64] != 0)
+        if (TW_HB_UNORDERED || added[r / 64] != 0)
             d = ((const float4*)(to.sums + ((u64)(head * 2 + half) * a.tokens_q + row) * (TW_ATTN_DQK / 2)))[place];
         const i64 at = (i64)row * a.ld_q + head * TW_ATTN_DQK + half * (TW_ATTN_DQK / 2) + chunk / 4 * 16 + chunk % 4 * 2;
         if (a.out_type == 2) {

@@ -29,17 +29,26 @@ pub struct HopperFused {
     pub f16: bool,
     /// Tiles of queries that shared memory holds at once.
     pub stages: usize,
+    /// dq is added in any order.
+    pub unordered: bool,
 }
 
 impl HopperFused {
-    /// Returns the variant of a type.
+    /// Returns the variant of a type, which adds dq in order.
     pub const fn of(f16: bool) -> HopperFused {
-        HopperFused { f16, stages: STAGES }
+        HopperFused { f16, stages: STAGES, unordered: false }
+    }
+
+    /// The same in any order.
+    #[must_use]
+    pub const fn unordered(self) -> HopperFused {
+        HopperFused { unordered: true, ..self }
     }
 
     /// Every variant that a plan may load.
     pub fn all() -> Vec<HopperFused> {
-        [false, true].map(Self::of).to_vec()
+        let ordered = [false, true].map(Self::of);
+        [ordered, ordered.map(Self::unordered)].concat()
     }
 
     /// Returns true for heads that there is a variant for: of q and k, and of v. Registers hold dk,
@@ -69,6 +78,7 @@ impl HopperFused {
             ("TW_ATTN_DV", DIM as u64),
             ("TW_HB_FUSED_STAGES", self.stages as u64),
             ("TW_ATTN_EXTRA", 0),
+            ("TW_HB_UNORDERED", u64::from(self.unordered)),
         ];
         pairs.map(|(name, value)| (name.to_owned(), value)).to_vec()
     }

@@ -15,7 +15,8 @@
 //                         `together`: so many key heads, at least one, are done before others
 //   tw_attn_dq_of_sums    a block of 256 threads for each own tile of queries and head
 //
-// Algorithm: FlashAttention-3 (Shah et al., 2024), whose sums of dq have an order by turns.
+// Algorithm: FlashAttention-3 (Shah et al., 2024), whose sums of dq have an order by turns, or none
+// (TW_HB_UNORDERED).
 // hopper_fused.cuh says how.
 
 #include "hopper_fused.cuh"

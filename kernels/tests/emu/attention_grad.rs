@@ -106,7 +106,7 @@ pub fn check(c: &Case, on: &Build, seed: u64) -> [Vec<u8>; 3] {
     // Of the plain unit a warp to a row.
     let of_block = if on.plain { 8 } else { delta_rows(on.dv) as u32 };
     let [dq_threads, dkv_threads] = [on.tiles.dq, on.tiles.dkv].map(|t| 32 * t.warps as u32);
-    check_by(c, on, seed, |[of_q, of_kv], _, _| {
+    check_by(c, on, (seed, f32::NAN), |[of_q, of_kv], _, _| {
         let launch = |i: usize| match i {
             0 => kernels[0]
                 .grid([(of_q.tokens_q * hq).div_ceil(of_block), 1, 1], [256, 1, 1])
@@ -125,11 +125,12 @@ pub fn check(c: &Case, on: &Build, seed: u64) -> [Vec<u8>; 3] {
 }
 
 /// The same by the launches that are made of the parameters, over queries and over keys, a word
-/// that is zero, and must be zero at the end, and where dq is summed, whose words must be, too.
+/// that is zero, and must be zero at the end, and where dq is summed, whose words must be, too;
+/// `sums`: what these are in the beginning.
 pub fn check_by<'a>(
     c: &Case,
     on: &Build,
-    seed: u64,
+    (seed, sums): (u64, f32),
     launches: impl FnOnce(&[TwAttn; 2], u64, &TwDqSums) -> Vec<Launch<'a>>,
 ) -> [Vec<u8>; 3] {
     let (saved, t, (hq, hkv)) = (Saved::new(c, on), Case::narrow(on), c.heads);
@@ -175,7 +176,7 @@ pub fn check_by<'a>(
         ..c.param(on)
     });
     let counter = Memory::new("counter", ANY, 4);
-    let sums = Case::memory("sums", Type::F32, &vec![f32::NAN; saved.x[0].len()], 1, 0);
+    let sums = Case::memory("sums", Type::F32, &vec![sums; saved.x[0].len()], 1, 0);
     let num = HopperFused::words(params[0].tiles as usize, hq);
     let words = Memory::new("words", ANY, 4 * num);
     let to = TwDqSums { sums: sums.addr(), words: words.addr() };

@@ -26,6 +26,7 @@ pub const TESTS: &[Test] = tests![
     fused_grads_packed_rows_and_groups,
     fused_grads_of_parts,
     fused_grads_bits_do_not_depend_on_the_launch,
+    fused_grads_in_any_order,
 ];
 
 pub const BF16: HopperFused = HopperFused::of(false);
@@ -87,7 +88,8 @@ pub fn check_on(lib: &'static Lib, c: &Case, v: &HopperFused, how: How, seed: u6
     let make_delta = make_delta.kernel("tw_attn_delta");
     let [make_grads, make_dq] =
         ["tw_hopper_attn_grads", "tw_attn_dq_of_sums"].map(|name| on.kernel(name));
-    check_by(c, &on, seed, |[of_q, of_kv], _, to| {
+    let sums = if v.unordered { 0.0 } else { f32::NAN };
+    check_by(c, &on, (seed, sums), |[of_q, of_kv], _, to| {
         let blocks = (of_q.tokens_q * of_q.heads_q).div_ceil(delta_rows(on.dv) as u32);
         let delta = make_delta.grid([blocks, 1, 1], [256, 1, 1]).arg(of_q);
         // The table of queries has the numbers of tiles.
@@ -149,6 +151,24 @@ fn fused_grads_of_parts() {
     // Some of the keys only.
     c.kv = zigzag(rows_kv);
     check(&c, &BF16, 2);
+}
+
+/// Without turns dq is as right, and dk and dv have their bits.
+fn fused_grads_in_any_order() {
+    for v in [BF16, F16] {
+        let lens = [(40, 40), (0, 10), (170, 5), (3, 190), (10, 0), (165, 165)];
+        let c = Case { heads: (4, 2), out: Type::F32, ..Case::packed(&lens) };
+        for (c, seed) in [(c.clone(), 1), (c.clone().causal(), 2), (c.window(20, 5), 3)] {
+            let how = How { blocks: 4, together: 1 };
+            let of = |v: HopperFused, seed| check_on(lib(&v), &c, &v, how, seed);
+            let (ordered, any) = (of(v, seed), of(v.unordered(), seed + 4));
+            assert!(ordered[1..] == any[1..], "{c:?}: bits of dk and dv");
+        }
+    }
+    for (sq, skv) in [(1, 1), (65, 127), (300, 400)] {
+        check(&Case { out: Type::F32, ..case(sq, skv) }, &BF16.unordered(), 2);
+        check(&case(sq, skv).causal(), &F16.unordered(), 3);
+    }
 }
 
 /// Blocks, the order of heads, and the order of threads change no bit.

@@ -15,6 +15,7 @@ pub const TESTS: &[Test] = tests![
     fused_grad_turns_mutants,
     fused_grad_multiply_mutants,
     fused_grad_end_mutants,
+    fused_grad_unordered_mutants,
 ];
 
 const ONE: How = How { blocks: 1, together: 1 };
@@ -129,11 +130,28 @@ fn far_scores(lib: &'static Lib) {
     run(lib, &Case { scale: 40.0, out: Type::F32, ..of(130, 1) }, ONE, 1);
 }
 
+/// Three tiles of keys, whose blocks add at once.
+fn at_once(lib: &'static Lib) {
+    let v = BF16.unordered();
+    for seed in 0..6 {
+        check_on(lib, &of(130, 300), &v, How { blocks: 3, together: 1 }, seed);
+    }
+}
+
+/// One tile of each side, without turns.
+fn at_once_alone(lib: &'static Lib) {
+    let v = BF16.unordered();
+    (0..12).for_each(|seed| drop(check_on(lib, &of(70, 20), &v, ONE, seed)));
+}
+
 /// What fails with a mutant must pass without.
 fn fused_grad_scenarios() {
     let lib = base(SM90_ATTENTION_GRADS.emu_text());
     let all = [short, floats, long, chain, groups, orders, many_orders, alone, packed, parts];
     all.iter().for_each(|f| f(lib));
+    let lib = any_order(SM90_ATTENTION_GRADS.emu_text());
+    [at_once, at_once_alone].iter().for_each(|f| f(lib));
+    let lib = base(SM90_ATTENTION_GRADS.emu_text());
     [far_parts, windows, cross, hidden, hidden_orders, many_tiles, far_scores, ends]
         .iter()
         .for_each(|f| f(lib));
@@ -141,6 +159,19 @@ fn fused_grad_scenarios() {
 
 fn base(text: String) -> &'static Lib {
     load(text, &BF16)
+}
+
+fn any_order(text: String) -> &'static Lib {
+    load(text, &BF16.unordered())
+}
+
+fn fused_grad_unordered_mutants() {
+    all_are_killed(
+        &SM90_ATTENTION_GRADS.emu_text(),
+        any_order,
+        ("attention/sm90_attention_grads", "unordered"),
+        scenarios![at_once, at_once_alone],
+    );
 }
 
 fn killed(of: (&str, &str), scenarios: &[Scenario]) {

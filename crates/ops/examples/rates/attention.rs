@@ -147,8 +147,10 @@ fn bench(ctx: &CudaContext, case: &Case) -> Result<()> {
     let desc = case.desc()?;
     let plan = AttentionPlan::with_backend(desc.clone(), None, AttnBackend::Portable)?;
     let hopper = AttentionPlan::with_backend(desc.clone(), None, AttnBackend::Hopper)?;
-    let fused = AttentionPlan::with_backend(desc, None, AttnBackend::Hopper)?;
+    let fused = AttentionPlan::with_backend(desc.clone(), None, AttnBackend::Hopper)?;
     let fused = fused.with_fused_backward();
+    let unordered = AttentionPlan::with_backend(desc, None, AttnBackend::Hopper)?;
+    let unordered = unordered.with_unordered_backward();
     plan.prepare(&stream)?;
     let random =
         |heads: usize| normal(ctx, &stream, seq, heads * dim)?.reshape(Shape::d3(seq, heads, dim));
@@ -189,6 +191,8 @@ fn bench(ctx: &CudaContext, case: &Case) -> Result<()> {
         r => {
             r?;
             turns.push(Turn::new("hopper fused", "backward", Box::new(|| bwd(&fused))));
+            unordered.prepare(&stream)?;
+            turns.push(Turn::new("hopper unordered", "backward", Box::new(|| bwd(&unordered))));
         }
     }
     if let Some((plan, x)) = &coded {

@@ -28,6 +28,17 @@ pub enum AttnBackend {
     Hopper,
 }
 
+/// The kernels of sm_90a that make the gradients of local attention.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Fusion {
+    /// Two, of seven products.
+    None,
+    /// One, of five; dq is added in the order of keys.
+    Ordered,
+    /// One; dq is added in any order.
+    Unordered,
+}
+
 impl AttnBackend {
     /// All values with their names.
     pub const NAMES: [(&'static str, AttnBackend); 3] = [

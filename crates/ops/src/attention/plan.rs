@@ -6,6 +6,7 @@ use tilewire_core::{Error, Result};
 use tilewire_device::cuda::CudaStream;
 use tilewire_device::{Node, Pending, Stream};
 
+use super::backend::Fusion;
 use super::host::Run;
 use super::launch::Given;
 use super::{
@@ -31,7 +32,7 @@ pub struct AttentionPlan {
     desc: AttentionDesc,
     config: AttnConfig,
     backend: AttnBackend,
-    fused_backward: bool,
+    fusion: Fusion,
     ready: Ready<device::Local>,
     /// On the host: why offsets of a launch could not be used, of the first such launch.
     refused: Refused,
@@ -58,7 +59,7 @@ impl AttentionPlan {
         let config = config.unwrap_or_default();
         desc.check().and_then(|()| config.check()).map_err(|e| e.op("attention"))?;
         let (ready, refused) = (Ready::new(), Refused::default());
-        Ok(Self { desc, config, backend, fused_backward: false, ready, refused })
+        Ok(Self { desc, config, backend, fusion: Fusion::None, ready, refused })
     }
 
     /// Makes dq, dk and dv by one kernel of five products, in place of two of seven: on sm_90a, for
@@ -69,7 +70,15 @@ impl AttentionPlan {
     /// kernel; the host has one algorithm anyway.
     #[must_use]
     pub fn with_fused_backward(self) -> Self {
-        Self { fused_backward: true, ..self }
+        Self { fusion: Fusion::Ordered, ..self }
+    }
+
+    /// As [`AttentionPlan::with_fused_backward`], with dq added in whatever order its parts are
+    /// ready: none waits for another, and the last bits of dq differ from run to run. Those of dk
+    /// and dv do not.
+    #[must_use]
+    pub fn with_unordered_backward(self) -> Self {
+        Self { fusion: Fusion::Unordered, ..self }
     }
 
     /// Returns the description.
@@ -101,8 +110,7 @@ impl AttentionPlan {
     /// `Unavailable` without a compiler; `Unsupported` for head dimensions above 256 on a CUDA
     /// device, and for what the backend that was asked for does not do.
     pub fn prepare(&self, stream: &Stream) -> Result<()> {
-        let make =
-            |ctx: &_| device::Local::new(ctx, &self.desc, (self.backend, self.fused_backward));
+        let make = |ctx: &_| device::Local::new(ctx, &self.desc, (self.backend, self.fusion));
         let made = self.ready.prepare(stream, make).and_then(|()| match self.ready.on(stream)? {
             Some((s, p)) => p.prepare(s),
             None => Ok(()),

@@ -222,6 +222,8 @@ pub enum By {
     Backend(AttnBackend),
     /// For sm_90a, all gradients by one kernel.
     Fused,
+    /// The same, with dq added in any order.
+    Unordered,
 }
 
 impl From<AttnBackend> for By {
@@ -236,6 +238,7 @@ impl By {
         match self {
             By::Backend(by) => of(by),
             By::Fused => of(AttnBackend::Hopper).with_fused_backward(),
+            By::Unordered => of(AttnBackend::Hopper).with_unordered_backward(),
         }
     }
 

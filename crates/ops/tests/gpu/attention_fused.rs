@@ -20,6 +20,31 @@ fn run(g: &Gpu, d: &AttentionDesc) {
     assert!(explain.contains(ONE), "{explain}");
 }
 
+/// dq is added in any order; dk and dv have their bits all the same.
+#[test]
+fn gradients_in_any_order() {
+    let Some(g) = hopper() else { return };
+    let check = |d: &AttentionDesc| {
+        let explain = run_by(&g, d, By::Unordered);
+        assert!(explain.contains("dq added in any order"), "{explain}");
+    };
+    let packed = AttentionDesc { sequences: padded_sequences(), ..of(1, AttnMask::CAUSAL) };
+    check(&AttentionDesc { sink: true, ..packed });
+    if is_emulated() {
+        return check(&base(131, 128, DType::F16, AttnMask::window(70, 3)));
+    }
+    for seq in [1, 65, 129, 515, 1100] {
+        for mask in [AttnMask::CAUSAL, AttnMask::FULL, AttnMask::window(170, 3)] {
+            check(&of(seq, mask));
+            check(&base(seq, 128, DType::F16, mask));
+        }
+    }
+    for (q, kv) in [(300, 170), (40, 0), (0, 40)] {
+        let sequences = Sequences::packed(&[0, q], &[0, kv]).unwrap();
+        check(&AttentionDesc { sequences, ..of(1, AttnMask::CAUSAL) });
+    }
+}
+
 fn of(seq: usize, mask: AttnMask) -> AttentionDesc {
     base(seq, 128, DType::BF16, mask)
 }
@@ -143,6 +168,7 @@ fn fused_gradients_run_on_emulated_devices() {
         &[
             "attention_fused::fused_gradients_of_masks_and_lengths",
             "attention_fused::fused_gradients_of_packed_rows_and_sinks",
+            "attention_fused::gradients_in_any_order",
             "attention_fused::fused_gradients_replay_with_the_same_bits",
             "attention_fused::fused_gradients_by_offsets_in_device_memory",
             "attention_fused::what_has_no_fused_gradients",

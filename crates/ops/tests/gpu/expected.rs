@@ -304,6 +304,8 @@ impl Case<'_> {
         if let Some(heads) = heads {
             let (scales, d) = (self.input(i + 1, longest)?, local.cols / heads);
             local = Mat::from_fn(longest, local.cols, |r, c| local.at(r, c) * scales.at(r, c / d));
+            // Devices widen codes to the type of the results.
+            local = local.rounded(DType::F32).rounded(DType::BF16);
         }
         let mut all = Mat::zeros(rows.iter().map(num).sum(), local.cols);
         for rows in rows {

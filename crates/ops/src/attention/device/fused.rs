@@ -19,11 +19,11 @@ fn lacks(why: &str) -> Error {
 }
 
 impl Kernels {
-    /// Makes all gradients by one kernel.
+    /// Makes all gradients by one kernel; `unordered`: dq in any order.
     ///
     /// # Errors
     /// `Unsupported` if there is none; as [`Fused::new`].
-    pub fn fuse(&mut self, ctx: &CudaContext, d: &AttentionDesc) -> Result<()> {
+    pub fn fuse(&mut self, ctx: &CudaContext, d: &AttentionDesc, unordered: bool) -> Result<()> {
         if d.dtype.is_fp8() {
             return Err(lacks("FP8 is widened first"));
         }
@@ -34,8 +34,9 @@ impl Kernels {
         if let Some(why) = unfit(d) {
             return Err(lacks(&why));
         }
-        by.fused = Some(Fused::new(ctx, d)?);
+        by.fused = Some(Fused::new(ctx, d, unordered)?);
         by.name += ", all gradients by one kernel";
+        by.name += if unordered { ", dq added in any order" } else { "" };
         self.sizes.sums = Some(Fused::sums(d, d.sequences.tokens_q, self.sizes.segs));
         Ok(())
     }

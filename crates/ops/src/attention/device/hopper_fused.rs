@@ -8,7 +8,7 @@ use tilewire_kernels::attention::hopper_fused::{
     FUSED_ROWS, HopperFused, SM90_ATTENTION_GRADS, SUMS_THREADS,
 };
 
-use super::hopper_grad::maps_of_keys;
+use super::hopper_grad::{keys_together, maps_of_keys};
 use super::space::{Sums, SumsSizes};
 use crate::attention::AttentionDesc;
 use crate::common::cuda::load;
@@ -33,12 +33,14 @@ pub(super) struct Fused {
 }
 
 impl Fused {
-    /// Loads the kernels of a description that is not [`unfit`].
+    /// Loads the kernels of a description that is not [`unfit`]; `unordered`: those that add dq in
+    /// any order.
     ///
     /// # Errors
     /// As [`CudaContext::module`]; `Unsupported` if the device refuses the shared memory.
-    pub fn new(ctx: &CudaContext, d: &AttentionDesc) -> Result<Self> {
+    pub fn new(ctx: &CudaContext, d: &AttentionDesc, unordered: bool) -> Result<Self> {
         let variant = HopperFused::of(d.dtype == DType::F16);
+        let variant = if unordered { variant.unordered() } else { variant };
         let m = load(ctx, &SM90_ATTENTION_GRADS, variant.defines())?;
         let (grads, dq_of_sums) =
             (m.kernel("tw_hopper_attn_grads")?, m.kernel("tw_attn_dq_of_sums")?);
@@ -72,6 +74,13 @@ impl Fused {
         sums: &Sums,
     ) -> Result<()> {
         let to = TwDqSums { sums: sums.sums.addr(), words: sums.words.addr() };
+        let unordered = self.variant.unordered;
+        if unordered {
+            let bytes = 4 * keys.tokens_q as usize * d.heads_q * d.dqk;
+            // SAFETY: the sums of so many rows, which are this launch's alone (the caller's
+            // contract).
+            unsafe { stream.fill(to.sums, 0, bytes)? }
+        }
         if keys.tiles > 0 {
             let maps = maps_of_keys(d, keys, FUSED_ROWS);
             let maps =
@@ -80,8 +89,13 @@ impl Fused {
             let blocks = u64::from(self.num_sms).min(tiles) as u32;
             let grid = Grid::new(blocks, THREADS).shared(self.variant.shared_bytes());
             // All heads together: the fewer tiles of one head are under way at once, the shorter is
-            // the chain of turns that the first of them begin with.
-            let args = LaunchArgs::new().arg(keys).arg(&to).arg(&keys.heads_kv);
+            // the chain of turns that the first of them begin with. Without turns those that fit in
+            // L2.
+            let together = match unordered {
+                true => keys_together(d, keys.tokens_q as usize),
+                false => keys.heads_kv,
+            };
+            let args = LaunchArgs::new().arg(keys).arg(&to).arg(&together);
             let args = maps.iter().fold(args, LaunchArgs::raw_map);
             // SAFETY: `tw_hopper_attn_grads` takes (TwAttn, TwDqSums, u32, 6 x TwTensorMap); the
             // caller's contract for what they describe.

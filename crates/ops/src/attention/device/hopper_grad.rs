@@ -36,7 +36,7 @@ pub(super) fn variant(d: &AttentionDesc) -> HopperGrad {
 }
 
 /// The key heads that are done together: those of as many query heads as fit in L2.
-fn keys_together(d: &AttentionDesc, tokens_q: usize) -> u32 {
+pub(super) fn keys_together(d: &AttentionDesc, tokens_q: usize) -> u32 {
     let group = d.heads_q / d.heads_kv;
     let head = tokens_q.max(1) * (d.dqk + d.dv) * d.dtype.size() * group;
     (L2_BYTES / head).clamp(1, d.heads_kv) as u32

@@ -9,6 +9,7 @@ use tilewire_kernels::abi::TwAttn;
 
 use super::queue::{Kernels, Prepared, Sides, inputs, inputs_bwd, param, param_bwd};
 use super::space::{Space, Sums};
+use crate::attention::backend::Fusion;
 use crate::attention::launch::Given;
 use crate::attention::table::whole;
 use crate::attention::{AttentionDesc, AttnBackend, AttnGrads, AttnOut, AttnSaved};
@@ -24,15 +25,15 @@ pub(crate) struct Local {
 }
 
 impl Local {
-    /// `fused`: all gradients by one kernel.
+    /// By the kernels of a backend, and as many of gradients as said.
     pub fn new(
         ctx: &CudaContext,
         d: &AttentionDesc,
-        (backend, fused): (AttnBackend, bool),
+        (backend, fusion): (AttnBackend, Fusion),
     ) -> Result<Self> {
         let mut kernels = Kernels::new(ctx, d, backend)?;
-        if fused {
-            kernels.fuse(ctx, d)?;
+        if fusion != Fusion::None {
+            kernels.fuse(ctx, d, fusion == Fusion::Unordered)?;
         }
         let kernels = Arc::new(kernels);
         let k = kernels.clone();
