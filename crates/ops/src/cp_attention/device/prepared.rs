@@ -65,7 +65,8 @@ impl Memory {
     }
 }
 
-/// Checks, before a launch is on record, what the kernel with gates cannot take.
+/// Checks, before a launch is on record, what the kernels cannot take of the caller's tensors:
+/// those that they read or write where these are, without a copy between.
 ///
 /// # Errors
 /// `InvalidArgument` naming a tensor that does not begin at a multiple of 16 bytes.
@@ -74,9 +75,31 @@ pub(in crate::cp_attention) fn check_aligned(
     x: &AttnInputs,
     work: &Work,
 ) -> Result<()> {
-    let (Work::Forward(o), Some(_)) = (work, &p.gated) else { return Ok(()) };
-    let [q, k, v] = [&x.q, &x.k, &x.v].map(|t| t.data.cuda().map(|m| m.addr()));
-    aligned(&p.desc, &[("q", q?), ("k", k?), ("v", v?), ("out", o.out.cuda()?.addr())])
+    let s = &p.sizes;
+    // Traded heads travel, and so do keys, but for a rank's own where it begins with these.
+    let (here, alone, at_once) = (s.inner == 1, s.size == 1, s.begins_at_once());
+    let own_keys = here && (at_once || alone) && p.fp8.keys.is_none();
+    let own_queries = here && p.desc.dtype == x.q.data.dtype();
+    let mut all = Vec::new();
+    all.extend([("q", &x.q.data)].into_iter().filter(|_| own_queries));
+    all.extend([("k", &x.k.data), ("v", &x.v.data)].into_iter().filter(|_| own_keys));
+    match work {
+        // Results over parts of the keys are merged to any address.
+        Work::Forward(o) => {
+            let stores = here && (!at_once || p.gated.is_some());
+            all.extend([("out", &o.out)].into_iter().filter(|_| stores));
+        }
+        Work::Backward(w) => {
+            let (saved, g) = &**w;
+            all.extend([("out", &saved.out), ("d_out", &saved.d_out)]);
+            all.extend([("dq", &g.dq)].into_iter().filter(|_| here));
+            all.extend([("dk", &g.dk), ("dv", &g.dv)].into_iter().filter(|_| alone));
+        }
+    }
+    for (what, t) in all {
+        aligned(&p.desc, &[(what, t.cuda()?.addr())])?;
+    }
+    Ok(())
 }
 
 /// The kernel whose forward pass waits for keys itself.
