@@ -354,12 +354,12 @@ fn an_interrupt_is_passed_on_and_is_the_exit_code() {
 fn two_signals_at_once_are_one_wish_and_one_later_kills() {
     let (mut child, pids, lines) =
         launcher_of("trap '' HUP; trap 'sleep 0.3; echo got; exit 0' INT", 2);
-    let pid = rustix::process::Pid::from_child(&child);
     for signal in [Signal::INT, Signal::HUP, Signal::INT] {
-        rustix::process::kill_process(pid, signal).unwrap();
+        rustix::process::kill_process(rustix::process::Pid::from_child(&child), signal).unwrap();
     }
     assert_eq!(child.wait().unwrap().code(), Some(130));
-    assert_eq!(lines.map_while(|l| l.ok()).filter(|l| l.ends_with("got")).count(), 2);
+    let said: Vec<String> = lines.map_while(|l| l.ok()).collect();
+    assert_eq!(said.iter().filter(|l| l.ends_with("got")).count(), 2, "{said:?}");
     assert!(!pids.iter().any(|p| alive(p)));
 
     // The same again, or another one.
@@ -370,8 +370,8 @@ fn two_signals_at_once_are_one_wish_and_one_later_kills() {
         std::thread::sleep(Duration::from_millis(700));
         rustix::process::kill_process(pid, second).unwrap();
         assert_eq!(child.wait().unwrap().code(), Some(130));
-        // Before the grace time is over.
-        assert!(start.elapsed() < Duration::from_millis(2500), "{:?}", start.elapsed());
+        // Before the grace time is over, which is three seconds.
+        assert!(start.elapsed() < Duration::from_millis(2900), "{:?}", start.elapsed());
         assert!(!pids.iter().any(|p| alive(p)));
     }
 }
