@@ -87,7 +87,7 @@ const RUNS: [Run; 13] = [
     (GATED, "3", 3, 90, "", 3),
     ("grouped_gemm", "1", 1, 90, "", 17),
     (FUSED, "2", 2, 90, "", 18),
-    ("attention", "1", 1, 90, "", 52),
+    ("attention", "1", 1, 90, "", 53),
     (MOVES, "3", 3, 80, "", 51),
     // Two ranks to a device.
     (MOVES, "4", 2, 90, "bf16", 15),

@@ -38,6 +38,7 @@ pub(super) fn cases() -> Vec<Case> {
         ("causal+few+packed+gqa", 150, 64, DType::BF16),
         ("window+few+padded+mqa+sink", 300, 40, DType::F16),
         ("full+few+packed", 130, 128, DType::BF16),
+        ("causal+few+packed+gqa", 140, 64, DType::F8E4M3),
     ] {
         let shape = [("seq", seq), ("d", d)];
         v.push(Case::new(format!("attention/{words}"), dtype, &shape, run));

@@ -84,6 +84,10 @@ fn fp8_is_widened_to_bf16() {
         let explain = run_by(&g, d, by);
         assert!(explain.contains("widened to bf16") && explain.contains(kernels), "{explain}");
     };
+    // Few queries over many keys.
+    let few = Sequences::packed(&[0, 3, 3, 10], &[0, 300, 340, 700]).unwrap();
+    let few = AttentionDesc { sequences: few, ..base(1, 128, t, AttnMask::CAUSAL) };
+    wide(&few, AttnBackend::Auto, "kernels that cut their keys");
     let seqs: &[usize] = if is_emulated() { &[70] } else { &[1, 129, 700] };
     for seq in seqs {
         for dim in [64, 128, 256] {

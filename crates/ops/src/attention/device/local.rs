@@ -93,15 +93,16 @@ impl Local {
         }
         self.with(stream, |by| {
             holding(stream, by.held(held), || {
+                let wide = &self.kernels.desc;
                 if let (Some(s), Some(pieces), Some((q, kv))) = (split, &by.space.pieces, &tables) {
-                    return by.split(stream, d, &p, (s, pieces), (q, kv));
+                    let p = by.widened(stream, d, (x, rows), p)?;
+                    return by.split(stream, wide, &p, (s, pieces), (q, kv));
                 }
                 let fp8 = (&self.kernels.fp8, &by.space.turned, &tables);
                 if let (Some(f), Some(values), Some(tables)) = fp8 {
                     return by.fp8(stream, (d, &given, &p), (f, values), tables.clone());
                 }
                 let p = by.widened(stream, d, (x, rows), p)?;
-                let wide = &self.kernels.desc;
                 let (Some(o), None) = (&x.offsets, &tables) else {
                     return by.forward(stream, wide, &p, tables.unwrap_or_default());
                 };

@@ -197,10 +197,11 @@ impl Kernels {
         // Those that are beside FP8 products need not be for sm_90a.
         let only = fp8.is_none() || wide.dtype != DType::F32;
         let others = if only { backend } else { AttnBackend::Auto };
+        let split = if fp8.is_none() { SplitKeys::new(ctx, &wide, backend)? } else { None };
         let mut new = Self::sized(ctx, &wide, &needs, others)?;
         let rows = (queries, d.heads_kv * d.sequences.tokens_kv);
         new.sizes.wide = Some((d.clone(), rows));
-        Ok(Self { fp8, ..new })
+        Ok(Self { fp8, split, ..new })
     }
 
     fn sized(
