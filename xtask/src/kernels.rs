@@ -94,7 +94,7 @@ const ARCHS: [&str; 3] = ["sm_80", "sm_90a", "sm_100a"];
 /// the digest of their texts, options and compiler.
 const NOTES: &str = "kernels/compiled.txt";
 /// Of a unit that [`NOTES`] has, one variant of so many is compiled: types, head dimensions and
-/// epilogues that take the same text. All of all units take eight minutes of both processors.
+/// epilogues that take the same text. All of all units take five minutes of both processors.
 const PART: usize = 8;
 
 /// The variants of a unit for an architecture.

@@ -239,8 +239,9 @@ impl CpAttentionPlan {
     /// Queues the forward pass on this rank's rows.
     ///
     /// # Errors
-    /// `NotPrepared`, `InvalidArgument` for tensors that do not fit, with gates also for those that
-    /// do not begin at multiples of 16 bytes; the fault of the team.
+    /// `NotPrepared`, `InvalidArgument` for tensors that do not fit, on devices also for those of
+    /// 16 bits that kernels use in place and that do not begin at multiples of 16 bytes; the fault
+    /// of the team.
     pub fn launch_fwd(
         &self,
         stream: &Stream,

@@ -194,9 +194,11 @@ impl Kernels {
         let products = backend == AttnBackend::Hopper && d.scales == HeadScales::Block128;
         let fp8 = products.then(|| HopperFp8::new(ctx, d)).transpose()?;
         let wide = kernel_desc(d);
-        // Those that are beside FP8 products need not be for sm_90a.
-        let only = fp8.is_none() || wide.dtype != DType::F32;
-        let others = if only { backend } else { AttnBackend::Auto };
+        let others = match (&fp8, wide.dtype) {
+            // Beside FP8 products: there are none of f32 for sm_90a.
+            (Some(_), DType::F32) => AttnBackend::Auto,
+            _ => backend,
+        };
         let split = if fp8.is_none() { SplitKeys::new(ctx, &wide, backend)? } else { None };
         let mut new = Self::sized(ctx, &wide, &needs, others)?;
         let rows = (queries, d.heads_kv * d.sequences.tokens_kv);

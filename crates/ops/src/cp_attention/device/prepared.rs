@@ -80,26 +80,19 @@ pub(in crate::cp_attention) fn check_aligned(
     let (here, alone, at_once) = (s.inner == 1, s.size == 1, s.begins_at_once());
     let own_keys = here && (at_once || alone) && p.fp8.keys.is_none();
     let own_queries = here && p.desc.dtype == x.q.data.dtype();
-    let mut all = Vec::new();
-    all.extend([("q", &x.q.data)].into_iter().filter(|_| own_queries));
-    all.extend([("k", &x.k.data), ("v", &x.v.data)].into_iter().filter(|_| own_keys));
+    let mut all =
+        vec![(own_queries, "q", &x.q.data), (own_keys, "k", &x.k.data), (own_keys, "v", &x.v.data)];
     match work {
         // Results over parts of the keys are merged to any address.
-        Work::Forward(o) => {
-            let stores = here && (!at_once || p.gated.is_some());
-            all.extend([("out", &o.out)].into_iter().filter(|_| stores));
-        }
+        Work::Forward(o) => all.push((here && (!at_once || p.gated.is_some()), "out", &o.out)),
         Work::Backward(w) => {
             let (saved, g) = &**w;
-            all.extend([("out", &saved.out), ("d_out", &saved.d_out)]);
-            all.extend([("dq", &g.dq)].into_iter().filter(|_| here));
-            all.extend([("dk", &g.dk), ("dv", &g.dv)].into_iter().filter(|_| alone));
+            all.extend([(true, "out", &saved.out), (true, "d_out", &saved.d_out)]);
+            all.extend([(here, "dq", &g.dq), (alone, "dk", &g.dk), (alone, "dv", &g.dv)]);
         }
     }
-    for (what, t) in all {
-        aligned(&p.desc, &[(what, t.cuda()?.addr())])?;
-    }
-    Ok(())
+    let mut in_place = all.into_iter().filter(|(in_place, ..)| *in_place);
+    in_place.try_for_each(|(_, what, t)| aligned(&p.desc, &[(what, t.cuda()?.addr())]))
 }
 
 /// The kernel whose forward pass waits for keys itself.
