@@ -75,6 +75,8 @@ LONG = {
     "64k": "--m 65536",
     "64k-documents": "--m 65536 --documents 8",
 }
+# Of the program `rates`: all on one GPU.
+RATES = ["layers", "gemm", "drawn", "cold", "parts", "grouped", "attention", "decode"]
 # What memory bounds: a rank alone, whose references are computed by its CPU.
 BY_MEMORY = {
     "quant": "--m 4096 --n 4096",
@@ -108,20 +110,21 @@ def no_torch():
 
 def bench_of_one():
     """One GPU, and what torch makes of the same shapes."""
-    for rates in ["layers", "gemm", "drawn", "cold", "parts", "grouped", "attention"]:
+    for rates in RATES:
         argv = [program("rates"), rates]
-        yield Config(f"rates-{rates}", argv, by_bench, jit=True, limit_s=2 * LIMIT_S)
+        yield Config(f"rates-{rates}", argv, by_bench, jit=True, limit_s=2 * LIMIT_S, takes=1)
     for ops, shape in BY_MEMORY.items():
         argv = tilewire("bench --backend vmm --dtype bf16 --json --ranks 1 --op", ops, shape)
-        yield Config(f"op-{ops.replace(',', '-')}", argv, by_bench)
+        yield Config(f"op-{ops.replace(',', '-')}", argv, by_bench, takes=1)
     needs = no_torch()
-    for rates in ["grouped", "attention"]:
+    for rates in ["grouped", "attention", "decode"]:
         yield Config(
             f"rates-torch-{rates}",
             ["python3", str(HERE / "torch_rates.py"), rates],
             by_bench,
             preload=False,
             needs=needs,
+            takes=1,
         )
     yield train_rates(1)
 

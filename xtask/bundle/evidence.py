@@ -11,6 +11,8 @@ from judges import Reported
 # In this order; litmus tests are among the configurations of conformance, links and rates among
 # those of bench.
 PARTS = ["conformance", "faults", "drill", "litmus", "links", "rates"]
+# Those whose configurations may share GPUs with others: nothing of them is timed.
+UNTIMED = ["conformance", "faults", "drill"]
 EVIDENCE = ["conformance", "faults", "drill", "bench"]
 AGAINST = "bench/against-limits"
 HELP = """\
@@ -25,6 +27,8 @@ or doctor reported, stays out while they say so. What failed runs again, after a
 counts where the commit is unknown or `-dirty`: its name is that of other trees, too.
 Rows of any commit tell how long a configuration takes. Within a part the longest is first; none is
 begun that takes longer than --for leaves, and one of unknown length may run a minute beyond it.
+With --jobs J each GPU is shared by up to J configurations of conformance, faults and drill, whose
+rows then have `beside`; what fails so runs again at the end, alone, and that row counts.
 $OUT gets results.jsonl (rows of this call alone; it must not be there yet), evidence.json (a
 summary by part, of all calls) and, if something failed, failed-logs.txt (the last 20 kB of each).
 """
@@ -142,8 +146,9 @@ def first_ones(units):
 
 
 class Evidence:
-    def __init__(self, runner, units, before, end):
+    def __init__(self, runner, units, before, end, jobs=1):
         self.runner, self.units, self.before, self.end = runner, units, before, end
+        self.jobs, self.failed_once = jobs, set()
         self.file = runner.results.with_name("evidence.json")
 
     def fits(self, unit):
@@ -170,28 +175,31 @@ class Evidence:
         for again in [False, True]:
             for part in PARTS:
                 now = [u for u in self.units if u.part == part and u.is_open()]
-                now = first_ones(u for u in now if u.failed() == again)
-                self.beside([u for u in now if u.takes], pool_of)
-                for unit in self.picked([u for u in now if not u.takes]):
-                    self.one(unit)
+                now = [u for u in now if (u.failed() or self.failed_beside(u)) == again]
+                places = self.jobs if part in UNTIMED and not again else 1
+                self.at_once(first_ones(now), pool_of(devices_of(self.runner.n), places), places)
         self.runner.compare()
         self.note()
 
-    def beside(self, units, pool_of):
-        """Units that take some of the GPUs, as many at once as there are GPUs for."""
-        pool = pool_of(devices_of(self.runner.n))
+    def failed_beside(self, unit):
+        """Whether something of it failed in this call while others ran on its GPUs."""
+        rows = [self.runner.lines.get(name, {}) for name, _ in unit.named()]
+        return any(row.get("state") == "failed" and row.get("beside") for row in rows)
+
+    def at_once(self, units, pool, places):
+        """Runs units, as many at once as the GPUs have places for."""
 
         def one(unit, mine):
             try:
-                self.one(unit, mine)
+                self.one(unit, mine if unit.takes else None, places > 1)
             finally:
                 pool.give(mine)
 
-        with ThreadPoolExecutor(max_workers=self.runner.n) as threads:
+        with ThreadPoolExecutor(max_workers=self.runner.n * places) as threads:
             begun = []
             for unit in self.picked(units):
-                mine = pool.take(unit.takes)
-                # It has waited for them meanwhile.
+                mine = pool.take(unit.takes or self.runner.n)
+                # It has waited for them meanwhile; those behind it may be shorter.
                 if self.fits(unit):
                     begun.append(threads.submit(one, unit, mine))
                 else:
@@ -199,10 +207,13 @@ class Evidence:
             for done in begun:
                 done.result()
 
-    def one(self, unit, mine=None):
+    def one(self, unit, mine, beside):
         for mode, c in unit.configs:
             if not c.needs:
-                self.runner.run(mode, c, mine)
+                self.runner.run(mode, c, mine, beside)
+                name = f"{mode}/{c.name}"
+                if self.runner.lines[name]["state"] == "failed":
+                    self.failed_once.add(name)
         self.note()
 
     def note(self):
@@ -249,7 +260,7 @@ class Evidence:
                 if state == "passed":
                     part["passed"] += 1
                     part["passed_before"] += name not in self.runner.lines
-                    if name in self.before.failures:
+                    if name in self.before.failures | self.failed_once:
                         again.append(name)
                 elif state == "left":
                     seconds = self.before.expected(name)

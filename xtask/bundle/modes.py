@@ -281,6 +281,11 @@ def of_teams(n, two):
         jit=True,
         needs=two,
     )
+    # Documents over ranks, and tiles that wait for keys.
+    documents = [program("gpu_team"), "documents::", "--test-threads", "1", "--nocapture"]
+    # The idle driver's.
+    documents += ["--skip", "who_needs_no_other_keys"]
+    yield Config("ops-gpu_team-documents", documents, by_ran, jit=True, needs=more)
     # Sizes, a zero copy into a product, two backends in one process; heaps left in any order are
     # above.
     heaps = [program("gpu_team"), "heaps::", "--skip", "left_in_any", "--nocapture"]

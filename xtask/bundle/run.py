@@ -84,25 +84,33 @@ def where(found, n):
 
 
 class Pool:
-    """GPUs for configurations that run beside each other."""
+    """GPUs for configurations that run beside each other, with places for so many on each."""
 
-    def __init__(self, devices):
-        self.free, self.changed = list(devices), threading.Condition()
+    def __init__(self, devices, places=1):
+        self.free, self.changed = dict.fromkeys(devices, places), threading.Condition()
         self.asked, self.served = 0, 0
 
     def take(self, num):
         with self.changed:
             # Who comes first is served first: whoever gives GPUs back would else take them again.
             turn, self.asked = self.asked, self.asked + 1
-            self.changed.wait_for(lambda: turn == self.served and len(self.free) >= num)
+            self.changed.wait_for(lambda: turn == self.served and self.with_places() >= num)
             self.served += 1
             self.changed.notify_all()
-            mine, self.free = self.free[:num], self.free[num:]
+            mine = sorted(self.free, key=lambda device: -self.free[device])[:num]
+            self.add(mine, -1)
             return mine
+
+    def with_places(self):
+        return sum(places > 0 for places in self.free.values())
+
+    def add(self, devices, places):
+        for device in devices:
+            self.free[device] += places
 
     def give(self, mine):
         with self.changed:
-            self.free += mine
+            self.add(mine, 1)
             self.changed.notify_all()
 
 
@@ -186,7 +194,9 @@ class Runner:
                 done.result()
         return late
 
-    def run(self, mode, c, devices=None):
+    def run(self, mode, c, devices=None, beside=False):
+        """`beside`: others run on the same GPUs meanwhile, so it has twice its time."""
+        limit_s = c.limit_s * (2 if beside else 1)
         start, name = time.monotonic(), f"{mode}/{c.name}"
         multicast = Path(self.cache) / (name.replace("/", "-") + ".multicast")
         if c.needs:
@@ -194,7 +204,7 @@ class Runner:
             if mode == "conformance" and self.n > 1 and not isinstance(c.needs, Reported):
                 self.unreported.append(name)
         else:
-            argv = ["timeout", "-k", "5", str(c.limit_s), *c.argv]
+            argv = ["timeout", "-k", "5", str(limit_s), *c.argv]
             log = self.logs / (name.replace("/", "-") + ".txt")
             # A file, not a pipe: nobody who keeps it open keeps us waiting.
             with log.open("wb") as f:
@@ -210,8 +220,8 @@ class Runner:
             out = log.read_text(errors="replace")
             state, summary = c.judge(rc, out)
             # A program that a signal ended may give the same code: only time tells.
-            if rc in (124, 137) and time.monotonic() - start >= c.limit_s:
-                state, summary = "failed", f"ended after {c.limit_s} s: " + summary
+            if rc in (124, 137) and time.monotonic() - start >= limit_s:
+                state, summary = "failed", f"ended after {limit_s} s: " + summary
             left = self.settle(name)
             if left:
                 state, summary = "failed", f"left behind: {left}; " + summary
@@ -234,6 +244,8 @@ class Runner:
             self.links = line["rows"] if c.name == f"links-{self.n}" else self.links
         if isinstance(c.needs, Reported):
             line["reported"] = True
+        if beside:
+            line["beside"] = True
         self.note(line)
         if self.failed_logs and not c.needs:
             self.put_away(log, line)
@@ -313,11 +325,21 @@ def arguments():
         help="evidence: results.jsonl of an earlier call, which is not run again; any number",
     )
     p.add_argument(
+        "--jobs",
+        type=int,
+        default=1,
+        metavar="J",
+        help="evidence: configurations that share a GPU where nothing is timed (1); what fails so"
+        " runs again alone",
+    )
+    p.add_argument(
         "--list", action="store_true", help="print the configurations instead of running them"
     )
     a = p.parse_args()
     if a.done and a.mode != "evidence":
         p.error("--done is for evidence")
+    if a.jobs < 1 or (a.jobs > 1 and a.mode != "evidence"):
+        p.error("--jobs is for evidence, and at least 1")
     return a
 
 
@@ -353,7 +375,7 @@ def evidence(a, n, place, start):
         return 0
     runner = Runner(out, n, not a.no_interposer, place, few_files=True)
     try:
-        found = Evidence(runner, units, before, start + a.seconds)
+        found = Evidence(runner, units, before, start + a.seconds, a.jobs)
         found.run(Pool)
     finally:
         shutil.rmtree(runner.cache, ignore_errors=True)

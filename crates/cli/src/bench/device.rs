@@ -1,11 +1,12 @@
 //! `tilewire bench` on GPUs: collectives, timed by events; expert parallelism is in `ep.rs`,
 //! products are in `products.rs`.
 //!
-//! An operation is captured once; a sample is a device barrier, an event, ten replays, an event. A
-//! time is the median over samples, of the slowest rank. Results are checked element by element, on
-//! inputs whose sums are exact in the element type, before anything is timed; what is timed has
-//! random data. What is bound by memory (`memory.rs`) is checked behind the samples instead. On the
-//! host, where there are no events, a sample is one launch between two exchanges.
+//! An operation is captured once; a sample is a device barrier, an event, up to ten replays (as many
+//! as take 10 ms), an event. A time is the median over samples, of the slowest rank. Results are
+//! checked element by element, on inputs whose sums are exact in the element type, before anything is
+//! timed; what is timed has random data. What is bound by memory (`memory.rs`) is checked behind the
+//! samples instead. On the host, where there are no events, a sample is one launch between two
+//! exchanges.
 
 use std::time::Instant;
 
@@ -112,8 +113,11 @@ impl Kind {
     }
 }
 
-/// Replays of a sample.
+/// Most replays of a sample.
 const REPLAYS: usize = 10;
+/// Microseconds that a sample lasts at least, if so many replays do: what a barrier in front of it
+/// leaves ranks apart is a thousandth of that.
+const SAMPLE_US: f64 = 10_000.0;
 /// Elements of a row of a collective.
 const COLS: usize = 8;
 
@@ -319,13 +323,14 @@ impl Bench<'_> {
     }
 
     fn sampled(&self, ways: &[Way<'_>]) -> Result<Vec<Time>> {
+        let replays = ways.iter().map(|way| self.replays(way)).collect::<Result<Vec<_>>>()?;
         let mut samples = vec![Vec::with_capacity(self.o.iters); ways.len()];
         for i in 0..self.o.warmup.saturating_add(self.o.iters) {
             for turn in 0..ways.len() {
                 // Each is behind each other one now and then.
                 let at = if i % 2 == 0 { turn } else { ways.len() - 1 - turn };
                 let us = match &self.os {
-                    Some(os) => self.sample_replays(os, &ways[at])?,
+                    Some(os) => self.sample_replays(os, &ways[at], replays[at])?,
                     None => self.sample_launch(&ways[at])?,
                 };
                 if i >= self.o.warmup {
@@ -351,18 +356,27 @@ impl Bench<'_> {
     }
 
     /// On this rank alone.
-    fn sample_replays(&self, os: &DeviceTransport, way: &Way<'_>) -> Result<f64> {
+    /// Replays of a sample of `way`, the same on all ranks.
+    fn replays(&self, way: &Way<'_>) -> Result<usize> {
+        let Some(os) = &self.os else { return Ok(1) };
+        // The first one of a graph is slower.
+        self.sample_replays(os, way, 1)?;
+        let one = self.slowest(self.sample_replays(os, way, 1)?)?;
+        Ok(((SAMPLE_US / one).ceil() as usize).clamp(1, REPLAYS))
+    }
+
+    fn sample_replays(&self, os: &DeviceTransport, way: &Way<'_>, replays: usize) -> Result<f64> {
         let ctx = os.here().context();
         let (start, end) = (CudaEvent::new(ctx, true)?, CudaEvent::new(ctx, true)?);
         os.barrier(self.cuda()?, 60, "barrier")?;
         tilewire::device::Queue::record(self.cuda()?, &start)?;
-        for _ in 0..REPLAYS {
+        for _ in 0..replays {
             way.queue(&self.stream)?;
         }
         tilewire::device::Queue::record(self.cuda()?, &end)?;
         self.stream.synchronize()?;
         self.team.check()?;
-        Ok(end.us_since(&start)? / REPLAYS as f64)
+        Ok(end.us_since(&start)? / replays as f64)
     }
 
     fn slowest(&self, us: f64) -> Result<f64> {

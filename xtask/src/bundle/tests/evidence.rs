@@ -13,10 +13,19 @@ verify) echo 'one of gemm, cp_attention' >&2; exit 2 ;;
 run) while [ "$1" != -- ]; do shift; done; shift; exec "$@" ;;
 esac
 "#;
-/// Every other program: it fails where a file `fails-<last argument>` is there.
+/// Every other program: it fails where a file `fails-<last argument>` is there, or where `meets` is
+/// and another one runs at the same time.
 const PROGRAM: &str = r#"#!/usr/bin/env bash
 here=$(dirname "$0")
 [ ! -e "$here/fails-${!#}" ] || { head -c 30000 /dev/zero | tr '\0' x; echo went wrong; exit 1; }
+if [ -e "$here/meets" ]; then
+    mine=$(mktemp "$here/running.XXXXXX")
+    sleep 0.7
+    [ "$(ls "$here"/running.* | wc -l)" = 1 ] || met=1
+    sleep 0.2
+    rm "$mine"
+    [ -z "${met:-}" ] || exit 1
+fi
 echo '1 ranks go on'
 echo 'test result: ok. 1 passed; 0 failed'
 "#;
@@ -167,6 +176,30 @@ fn what_failed_is_run_again_and_the_end_of_its_output_stays() {
     let call = Call::run(&dir, "c", &["a/results.jsonl", "b/results.jsonl"], &FOUR);
     assert_eq!((call.status, call.rows.len()), (Some(0), 2), "{}", call.said);
     assert!(call.said.contains("passed, but failed before: 2"), "{}", call.said);
+}
+
+/// Others may be why a configuration fails that runs beside them: it runs again alone.
+#[test]
+fn what_fails_beside_others_runs_again_alone() {
+    let dir = bundle("evidence-jobs");
+    fs::write(dir.0.join("meets"), "").unwrap();
+    let call = Call::run(&dir, "a", &[], &[&FOUR[..], &["--jobs", "2"]].concat());
+    let states = |wanted: &str| call.rows.iter().filter(|(_, state)| state == wanted).count();
+    // Two at once meet; each of them fails then, and passes alone.
+    assert_eq!((call.status, states("passed")), (Some(0), 4), "{}", call.said);
+    let failed = states("failed");
+    assert!((1..=4).contains(&failed), "{}", call.said);
+    assert!(call.said.contains(&format!("passed, but failed before: {failed} ")), "{}", call.said);
+    let rows = fs::read_to_string(call.out.join("results.jsonl")).unwrap();
+    let rows: Vec<Value> = rows.lines().map(|l| serde_json::from_str(l).unwrap()).collect();
+    let beside = |row: &&Value| row.get("beside").is_some();
+    assert_eq!(rows.iter().filter(beside).count(), 4);
+    assert!(rows.iter().filter(|r| r["state"] == "failed").all(|r| beside(&r)));
+    // Alone from the first on, none of them fails.
+    let call = Call::run(&dir, "b", &[], &FOUR);
+    assert_eq!((call.status, call.rows.len()), (Some(0), 4), "{}", call.said);
+    let call = Call::run(&dir, "c", &[], &["--jobs", "0"]);
+    assert!(call.status == Some(2) && call.said.contains("at least 1"), "{}", call.said);
 }
 
 /// A configuration that looks at what the one before it has left runs behind it again.
