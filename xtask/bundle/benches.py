@@ -87,13 +87,18 @@ BY_MEMORY = {
 }
 
 
-def train_rates(ranks):
+def train_rates(ranks, part=None):
+    """Ranks divide the batch, or what `part` says. The share of communication that is hidden is
+    measured where there is any."""
     # Any text will do: what is learned is not what is measured.
     train = tilewire("train --backend vmm --preset h200 --data", HERE / "run.py")
-    train += ["--ranks", str(ranks), *"--layers 1 --steps 20 --metrics train.jsonl".split()]
+    train += ["--ranks", str(ranks), *"--layers 1 --steps 20".split()]
+    name = f"train-{ranks}" + (f"-{part}" if part else "")
+    train += ["--metrics", f"{name}.jsonl", *(["--calibrate"] if ranks > 1 else [])]
+    train += [f"--{part}", str(ranks)] if part else []
     # Its rows behind what it says on the way, not among that.
-    argv = ["bash", "-c", '"$@" && cat train.jsonl', "bash", *train]
-    return Config(f"train-{ranks}", argv, by_bench, jit=True)
+    argv = ["bash", "-c", f'"$@" && cat {name}.jsonl', "bash", *train]
+    return Config(name, argv, by_bench, jit=True)
 
 
 @functools.cache
@@ -146,7 +151,7 @@ def bench(n):
     for part in TIMINGS:
         name = "spike-" + "-".join(part.replace(",", "").replace("+ ", "").split())
         yield Config(name, [program("symm_checks"), part], jit=True)
-    yield train_rates(n)
+    yield from (train_rates(n, part) for part in [None, "cp", "tp"])
     bench = "bench --backend vmm --dtype bf16 --json"
     for op in MOVES:
         yield Config(f"op-{op}", tilewire(bench, "--op", op, "--ranks", str(n)), by_bench)

@@ -8,6 +8,7 @@
 //! type and order; what is timed has random data.
 
 use std::ops::Range;
+use std::thread;
 
 use tilewire::ops::ag_gemm::{AgGemmDesc, AgGemmInputs, AgGemmPlan};
 use tilewire::ops::collective::{
@@ -208,17 +209,29 @@ impl Bench<'_> {
             pairs.iter().map(|&(x, w)| (columns(x, rows.clone()), columns(w, 0..n))).collect();
         let got = out.to_f32()?;
         let times = times(k / PERIOD) as f32;
-        let mut bad = u64::from(got.len() != rows.len() * n);
-        for (i, line) in got.chunks_exact(n).enumerate() {
-            for (j, v) in line.iter().enumerate() {
-                let dot = |a: &[f32; PERIOD], b: &[f32; PERIOD]| -> f32 {
-                    a.iter().zip(b).map(|(a, b)| a * b).sum()
-                };
-                let sum: f32 = operands.iter().map(|(x, w)| dot(&x[i], &w[j])).sum();
-                bad += u64::from(*v != times * sum);
-            }
-        }
-        Ok(bad)
+        let dot = |a: &[f32; PERIOD], b: &[f32; PERIOD]| -> f32 {
+            a.iter().zip(b).map(|(a, b)| a * b).sum()
+        };
+        let wrong = |(i, line): (usize, &[f32])| {
+            let sum = |j: usize| operands.iter().map(|(x, w)| dot(&x[i], &w[j])).sum::<f32>();
+            line.iter().enumerate().filter(|(j, v)| **v != times * sum(*j)).count() as u64
+        };
+        // Ranks are threads of one process mostly, each of which compares its own.
+        let cores = thread::available_parallelism().map_or(1, usize::from);
+        let some = rows.len().div_ceil((cores / self.team.size()).max(1)).max(1);
+        let bad: u64 = thread::scope(|s| {
+            let count = |(at, part)| {
+                let lines = <[f32]>::chunks_exact(part, n).enumerate();
+                s.spawn(move || lines.map(|(i, line)| wrong((at * some + i, line))).sum::<u64>())
+            };
+            let parts: Vec<_> = got.chunks(some * n).enumerate().map(count).collect();
+            // A thread that panicked has compared nothing.
+            parts
+                .into_iter()
+                .map(|part| part.join().unwrap_or(u64::MAX))
+                .fold(0, u64::saturating_add)
+        });
+        Ok(bad.saturating_add(u64::from(got.len() != rows.len() * n)))
     }
 
     /// The product alone: microseconds and wrong elements.
