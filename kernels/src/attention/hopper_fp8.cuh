@@ -5,7 +5,8 @@
 //
 // Scales. A scale belongs to TW_H8_N rows of a tensor and a head: `value = code * scale`. A tile of
 // keys lies within the rows of one scale, so that its scores have one factor for a row of queries,
-// and its values one for all. Of queries, each row has its own.
+// and its values one for all. Of queries, each row has its own. The loader reads the scales of keys
+// two tiles ahead: a warp that multiplies would wait for memory between two products.
 //
 // Values. wgmma reads FP8 operands along k alone, so values must be transposed: their k are keys.
 // tw_attn_fp8_values does that in front, once for all query heads, a tile of TW_H8_DV columns by
@@ -16,15 +17,16 @@
 //
 // Sums. wgmma adds FP8 products with some 14 bits, the others cut off: too few for thousands of
 // keys (vllm-project/flash-attention #104). So each tile's P V begins at zero and is added to O in
-// f32.
-// There are not registers for S', O and all of P V: its columns are made in two halves. Scores are
-// sums of 128 terms, and keep that error: some 2^-13 of the sum of the terms' magnitudes.
+// f32. O is in units of the scale of the last values, so that one fma for each element adds, and
+// turns what was before into these units; the end multiplies by the scale. Scores are sums of 128
+// terms, and keep the error of wgmma: some 2^-13 of the sum of the terms' magnitudes.
 //
 // Probabilities are at most 2^TW_H8_RAISE before they are rounded to e4m3, so that those down to
 // 2^-(TW_H8_RAISE + 6) of the largest have all three bits; lse knows.
 //
-// Order of a warpgroup: S' = Q K'^T and the first half of P V are issued; the maxima of S' come
-// beside that half, the exponentials beside the other.
+// Order of a warpgroup: S' = Q K'^T and P V are issued as one burst, then come the softmax of S'
+// and the sum. The other warpgroup multiplies meanwhile: to hold the wait for P V behind the
+// exponentials made a sequence of 16384 slower (docs/lab/attention.md).
 
 #pragma once
 
@@ -74,13 +76,34 @@ struct TwH8Keys {
     u32 row, num;
     u32 last;   // 1: of these queries
     u32 block;  // of transposed values, or TW_H8_NONE
+    float k_scale;
+    float v_scale, v_ratio;  // of the values, and what turns units of those before into theirs
+};
+
+// A scale of queries or keys: a negative one is NaN, since the largest product would not be the
+// largest score; zero is next to nothing, since zero times -inf, which hides a pair, would be NaN.
+__device__ __forceinline__ float tw_h8_scale(float x) {
+    return x >= 0.0f ? fmaxf(x, 0x1p-60f) : __uint_as_float(0x7fffffffu);
+}
+
+// A scale of values: others are divided by it, so zero is next to nothing.
+__device__ __forceinline__ float tw_h8_value_scale(float x) {
+    return fabsf(x) < 0x1p-60f ? 0x1p-60f : x;
+}
+
+// The scales of a head of keys.
+struct TwH8Scales {
+    const float *k, *v;
+    u32 heads;  // floats from one to the next
 };
 
 // Iterates over tiles of keys with positions in lo..end. Tile n is at index n % 4, as in TwWalk.
 struct TwH8Walk {
     TwH8Keys tiles[4];
+    TwH8Scales scales;
     u32 seg, row, stop, block;
     int pos, lo, end;
+    float v_scale;  // of the last tile
 
     __device__ __forceinline__ void step(const TwSeg* other, const TwSeg& own, u32 n) {
         while (row == stop && seg < own.end) {
@@ -92,12 +115,17 @@ struct TwH8Walk {
             pos = (int)(s.pos + (row - s.row)), block = s.tile + row / TW_H8_N - s.row / TW_H8_N;
         }
         const u32 num = min(stop - row, TW_H8_N - row % TW_H8_N);
-        tiles[n % 4] = {pos, row, num, 0, num == 0 ? TW_H8_NONE : block};
+        // No keys have no scale.
+        const u32 at = row / TW_H8_N * scales.heads;
+        const float k = num == 0 ? 1.0f : tw_h8_scale(scales.k[at]), v = num == 0 ? 1.0f : tw_h8_value_scale(scales.v[at]);
+        // Nothing is before the first tile.
+        tiles[n % 4] = {pos, row, num, 0, num == 0 ? TW_H8_NONE : block, k, v, n == 0 ? 1.0f : v_scale / v};
+        v_scale = v;
         row += num, pos += (int)num, block++;
     }
 
-    __device__ __forceinline__ void begin(const TwSeg* other, const TwSeg& own, int from, int to) {
-        seg = own.first, row = stop = block = 0, pos = 0, lo = from, end = to;
+    __device__ __forceinline__ void begin(const TwH8Scales& head, const TwSeg* other, const TwSeg& own, int from, int to) {
+        scales = head, seg = own.first, row = stop = block = 0, pos = 0, lo = from, end = to;
         step(other, own, 0);
         step(other, own, 1);
     }
@@ -131,11 +159,13 @@ typedef TwRing<TW_H8_STAGES> TwH8Stages;
 // ---- The loader: one thread.
 
 // Describes tile `i`, and begins the walk over its keys.
-__device__ __forceinline__ void tw_h8_begin(const TwAttn& a, const TwAttnOrder& order, u32 i, TwH8Plan& p) {
+__device__ __forceinline__ void tw_h8_begin(const TwAttn& a, const TwFp8& f, const TwAttnOrder& order, u32 i, TwH8Plan& p) {
     const TwSeg own = tw_ha_describe(a, order, i, p.queries);
     p.own = own;
     const int at = p.queries.at;
-    p.walk.begin(order.few ? order.other : a.other, own, at - a.left, at + (int)p.queries.num + a.right);
+    const u32 head = p.queries.head / (a.heads_q / a.heads_kv);
+    p.walk.begin({f.k_scales + head, f.v_scales + head, a.heads_kv}, order.few ? order.other : a.other, own, at - a.left,
+                 at + (int)p.queries.num + a.right);
 }
 
 // Loads `num` rows of head `head`, from `row` on; what is behind them reads as zeros.
@@ -143,8 +173,8 @@ __device__ __forceinline__ void tw_h8_load(u8* to, const TwTensorMap* map, u64* 
     tensor_load_4d(to, map, bar, (int)(head * TW_H8_D), (int)(TW_HA_RAGGED - num), (int)(row + num), (int)TW_HA_RAGGED);
 }
 
-__device__ __forceinline__ void tw_h8_load_tiles(const TwAttn& a, const TwAttnOrder& order, const TwTensorMap* mq, const TwTensorMap* mk,
-                                                 const TwTensorMap* mv) {
+__device__ __forceinline__ void tw_h8_load_tiles(const TwAttn& a, const TwFp8& f, const TwAttnOrder& order, const TwTensorMap* mq,
+                                                 const TwTensorMap* mk, const TwTensorMap* mv) {
     TwH8Shared& s = tw_h8_shared();
     TwH8Slots qs;
     TwH8Stages ks, vs;
@@ -157,7 +187,7 @@ __device__ __forceinline__ void tw_h8_load_tiles(const TwAttn& a, const TwAttnOr
         vs.advance();
     };
     u32 i = blockIdx.x;
-    if (i < num) tw_h8_begin(a, order, i, s.plans[0]);
+    if (i < num) tw_h8_begin(a, f, order, i, s.plans[0]);
     for (u32 turn = 0; i < num; turn ^= 1) {
         TwH8Plan& p = s.plans[turn];
         const u32 head = p.queries.head / group;
@@ -170,13 +200,13 @@ __device__ __forceinline__ void tw_h8_load_tiles(const TwAttn& a, const TwAttnOr
         u32 n = 0, next = 0;
         const auto plan_next = [&] {
             next = tw_ha_next(order, i, num);
-            if (next < num) tw_h8_begin(a, order, next, s.plans[turn ^ 1]);
+            if (next < num) tw_h8_begin(a, f, order, next, s.plans[turn ^ 1]);
         };
         for (u32 last = 0; last == 0; n++) {
             const TwH8Keys& t = p.walk.tiles[n % 4];
             last = p.walk.tiles[(n + 1) % 4].num == 0 ? 1 : 0;
             ks.wait_empty(s.k_empty);
-            s.keys[ks.at] = {t.pos, t.row, t.num, last, t.block};
+            s.keys[ks.at] = {t.pos, t.row, t.num, last, t.block, t.k_scale, t.v_scale, t.v_ratio};
             mbarrier_arrive_expect_tx(s.k_full + ks.at, TW_H8_K_BYTES);
             tw_h8_load(tw_smem + TW_H8_AT_K + ks.at * TW_H8_K_BYTES, mk, s.k_full + ks.at, head, t.row, t.num);
             ks.advance();
@@ -199,14 +229,7 @@ __device__ __forceinline__ void tw_h8_load_tiles(const TwAttn& a, const TwAttnOr
 // Sums of a lane lie as in hopper.cuh.
 typedef float TwH8Scores[TW_H8_N / 2];
 typedef float TwH8Out[TW_H8_DV / 2];
-typedef float TwH8Part[TW_H8_DV / 4];
 typedef u32 TwH8Probs[TW_H8_N / 8];
-
-// A scale of queries or keys: a negative one is NaN, since the largest product would not be the
-// largest score; zero is next to nothing, since zero times -inf, which hides a pair, would be NaN.
-__device__ __forceinline__ float tw_h8_scale(float x) {
-    return x >= 0.0f ? fmaxf(x, 0x1p-60f) : __uint_as_float(0x7fffffffu);
-}
 
 // The softmax of a lane's two rows. Products are those of codes times the scale of the keys.
 struct TwH8Rows {
@@ -239,12 +262,12 @@ __device__ __forceinline__ void tw_h8_issue_scores(TwH8Scores& s, const u8* quer
     wgmma_commit_group();
 }
 
-// Issues half `half` of P V.
-__device__ __forceinline__ void tw_h8_issue_part(TwH8Part& o, const TwH8Probs& p, const u8* values, u32 half) {
-    const u64 v = wgmma_desc_k(values + half * (TW_H8_V_BYTES / 2));
+// Issues P V.
+__device__ __forceinline__ void tw_h8_issue_part(TwH8Out& o, const TwH8Probs& p, const u8* values) {
+    const u64 v = wgmma_desc_k(values);
     wgmma_fence();
 #pragma unroll
-    for (u32 z = 0; z < TW_H8_N / 32; z++) wgmma_m64k32_f32_e4m3_registers<TW_H8_DV / 2>(o, p + 4 * z, v + z * 2, z > 0);
+    for (u32 z = 0; z < TW_H8_N / 32; z++) wgmma_m64k32_f32_e4m3_registers<TW_H8_DV>(o, p + 4 * z, v + z * 2, z > 0);
     wgmma_commit_group();
 }
 
@@ -292,19 +315,15 @@ __device__ __forceinline__ void tw_h8_round(TwH8Probs& p, const TwH8Scores& s) {
     }
 }
 
-__device__ __forceinline__ void tw_h8_rescale(TwH8Out& o, const TwH8Rows& r) {
+// Adds P V; `ratio` turns a row of O into its units.
+__device__ __forceinline__ void tw_h8_add(TwH8Out& o, const TwH8Out& part, const float (&ratio)[2]) {
 #pragma unroll
-    for (u32 i = 0; i < TW_H8_DV / 2; i++) o[i] *= r.shrink[i / 2 % 2];
+    for (u32 i = 0; i < TW_H8_DV / 2; i++) o[i] = fmaf(o[i], ratio[i / 2 % 2], part[i]);
 }
 
-// Adds half HALF of P V of values with the scale `scale`.
-template <u32 HALF> __device__ __forceinline__ void tw_h8_add(TwH8Out& o, const TwH8Part& part, float scale) {
-#pragma unroll
-    for (u32 i = 0; i < TW_H8_DV / 4; i++) o[HALF * (TW_H8_DV / 4) + i] = fmaf(part[i], scale, o[HALF * (TW_H8_DV / 4) + i]);
-}
-
-// Ends a tile: its lse and its output.
-__device__ __forceinline__ void tw_h8_finish(const TwAttn& a, const TwH8Out& o, const TwH8Rows& r, const TwQueryTile& q, const TwTensorMap* out, u8* slot) {
+// Ends a tile: its lse, and its output, which is in units of `scale`.
+__device__ __forceinline__ void tw_h8_finish(const TwAttn& a, const TwH8Out& o, const TwH8Rows& r, const TwQueryTile& q, float scale,
+                                             const TwTensorMap* out, u8* slot) {
     const float sink = a.sink && q.gap == 0 ? a.sink[a.first_head + q.head] * TW_LOG2E : -TW_INF;
     float f[2];
 #pragma unroll
@@ -314,7 +333,7 @@ __device__ __forceinline__ void tw_h8_finish(const TwAttn& a, const TwH8Out& o, 
         const float mine = r.max[half] == -TW_INF ? -TW_INF : r.max[half] * r.factor[half] - (float)TW_H8_RAISE;
         const TwFinished end = tw_finish_row(mine, tw_quad_sum(r.sum[half]), sink);
         if (threadIdx.x % 4 == 0 && row < q.num) a.lse[(i64)q.head * a.tokens_q + q.row + row] = end.lse;
-        f[half] = end.factor;
+        f[half] = end.factor * scale;
     }
     const TwRows to = {q.row, q.num, q.head};
     if (a.out_type == 2) tw_ha_store_32<TW_H8_DV>(o, f, to, (float*)a.out, a.ld_o);
@@ -332,27 +351,29 @@ __device__ __forceinline__ void tw_h8_attend(const TwAttn& a, const TwFp8& f, co
     TwH8Slots qs;
     TwH8Stages ks, vs;
     TwH8Scores scores;
-    TwH8Out o;
-    TwH8Part part;
+    TwH8Out o, part;
     TwH8Probs p;
     TwH8Rows r;
     TwH8Keys k;
-    // Of the keys of `scores`; of the values of `p`, and of those behind them.
-    float k_scale = 1.0f, v_scale = 1.0f, next_scale = 1.0f;
+    // Of the values of `p`: their scale, and what turns O, by row, into units of it.
+    float v_scale = 1.0f, ratio[2] = {1.0f, 1.0f};
     qs.wait_full(s.q_full);
     if (s.queries[qs.at].more == 0) return;
-    const u32 group = warpgroup_index(), heads = a.heads_q / a.heads_kv;
+    const u32 group = warpgroup_index();
     const auto issue_scores = [&] {
         ks.wait_full(s.k_full);
         k = s.keys[ks.at];
         tw_h8_issue_scores(scores, tw_smem + qs.at * TW_H8_SLOT, group, tw_smem + TW_H8_AT_K + ks.at * TW_H8_K_BYTES);
-        // Beside the product. No keys have no scale.
-        const u32 at = k.row / TW_H8_N * a.heads_kv + s.queries[qs.at].head / heads;
-        k_scale = k.num == 0 ? 1.0f : tw_h8_scale(f.k_scales[at]);
-        next_scale = k.num == 0 ? 1.0f : f.v_scales[at];
     };
-    const auto issue_part = [&](u32 half) {
-        tw_h8_issue_part(part, p, tw_smem + TW_H8_AT_V + vs.at * TW_H8_V_BYTES, half);
+    const auto issue_part = [&] {
+        vs.wait_full(s.v_full);
+        tw_h8_issue_part(part, p, tw_smem + TW_H8_AT_V + vs.at * TW_H8_V_BYTES);
+    };
+    const auto add = [&] {
+        wgmma_wait_group<0>();
+        wgmma_hold(part), wgmma_hold(p);
+        tw_h8_release(s.v_empty, vs);
+        tw_h8_add(o, part, ratio);
     };
     issue_scores();
     wgmma_wait_group<0>();
@@ -363,15 +384,16 @@ __device__ __forceinline__ void tw_h8_attend(const TwAttn& a, const TwFp8& f, co
         const TwQueryTile& q = s.queries[slot];
         const auto maxima = [&] {
             tw_ha_mask<TW_H8_N>(a, scores, q.at, k.pos, k.num);
-            tw_h8_maxima(scores, r, k_scale);
+            tw_h8_maxima(scores, r, k.k_scale);
         };
         const auto probabilities = [&] {
             tw_h8_round(p, scores);
-            v_scale = next_scale;
+            v_scale = k.v_scale;
+            ratio[0] = r.shrink[0] * k.v_ratio, ratio[1] = r.shrink[1] * k.v_ratio;
         };
         r.begin(a, f, q);
         maxima();
-        tw_h8_exponentials(scores, r, k_scale);
+        tw_h8_exponentials(scores, r, k.k_scale);
         probabilities();
 #pragma unroll
         for (u32 e = 0; e < TW_H8_DV / 2; e++) o[e] = 0.0f;
@@ -384,46 +406,28 @@ __device__ __forceinline__ void tw_h8_attend(const TwAttn& a, const TwFp8& f, co
 #pragma unroll 1
         while (k.last == 0) {
             issue_scores();
-            vs.wait_full(s.v_full);
-            issue_part(0);
-            tw_h8_rescale(o, r);
+            issue_part();
             wgmma_wait_group<1>();
             wgmma_hold(scores);
             tw_h8_release(s.k_empty, ks);
             maxima();
-            wgmma_wait_group<0>();
-            wgmma_hold(part), wgmma_hold(p);
-            tw_h8_add<0>(o, part, v_scale);
-            issue_part(1);
-            tw_h8_exponentials(scores, r, k_scale);
-            wgmma_wait_group<0>();
-            wgmma_hold(part), wgmma_hold(p);
-            tw_h8_release(s.v_empty, vs);
-            tw_h8_add<1>(o, part, v_scale);
+            tw_h8_exponentials(scores, r, k.k_scale);
+            add();
             probabilities();
         }
-        vs.wait_full(s.v_full);
-        issue_part(0);
-        tw_h8_rescale(o, r);
+        issue_part();
         qs.advance();
         qs.wait_full(s.q_full);
         const bool more = s.queries[qs.at].more != 0;
         u8* own = tw_smem + slot * TW_H8_SLOT;
-        wgmma_wait_group<0>();
-        wgmma_hold(part), wgmma_hold(p);
-        tw_h8_add<0>(o, part, v_scale);
-        issue_part(1);
-        wgmma_wait_group<0>();
-        wgmma_hold(part), wgmma_hold(p);
-        tw_h8_release(s.v_empty, vs);
-        tw_h8_add<1>(o, part, v_scale);
+        add();
         if (!more) {
-            tw_h8_finish(a, o, r, q, out, own);
+            tw_h8_finish(a, o, r, q, v_scale, out, own);
             break;
         }
         // The first S of the next queries is beside the end of these.
         issue_scores();
-        tw_h8_finish(a, o, r, q, out, own);
+        tw_h8_finish(a, o, r, q, v_scale, out, own);
         wgmma_wait_group<0>();
         wgmma_hold(scores);
         tw_h8_release(s.k_empty, ks);
@@ -447,7 +451,7 @@ __device__ __forceinline__ void tw_h8_forward(const TwAttn& a, const TwFp8& f, c
     __syncthreads();
     if (threadIdx.x / 128 == 2) {
         setmaxnreg_dec<TW_H8_LOAD_REGISTERS>();
-        if (threadIdx.x / 32 == 8 && elect_sync()) tw_h8_load_tiles(a, order, q, k, v);
+        if (threadIdx.x / 32 == 8 && elect_sync()) tw_h8_load_tiles(a, f, order, q, k, v);
         return;
     }
     setmaxnreg_inc<TW_H8_MULTIPLY_REGISTERS>();

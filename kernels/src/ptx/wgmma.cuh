@@ -185,8 +185,8 @@ __device__ __forceinline__ void wgmma_m64k32_f32_e4m3(float (&d)[N / 2], u64 a_d
 // They are read until the wait.
 template <int N>
 __device__ __forceinline__ void wgmma_m64k32_f32_e4m3_registers(float (&d)[N / 2], const u32* a, u64 b_desc, u32 accumulate) {
-    static_assert(N == 64, "no such width");
-    TW_WGMMA_E4M3(64, TW_WG_L32, "{%32, %33, %34, %35}", "%36", "%37", TW_WG_A4, TW_WG_R32(0));
+    static_assert(N == 128, "no such width");
+    TW_WGMMA_E4M3(128, TW_WG_L64, "{%64, %65, %66, %67}", "%68", "%69", TW_WG_A4, TW_WG_R32(0), TW_WG_R32(32));
 }
 
 // Four e4m3, `a` in the lowest byte: round to nearest even, saturate.

@@ -239,15 +239,20 @@ impl Case {
             for (x, (t, heads, d)) in x.iter_mut().zip(of) {
                 for (i, x) in x.iter_mut().enumerate() {
                     let (block, head) = (i / (heads * d) / FP8_KEYS, i / d % heads);
-                    *x *= Self::scale_of(t, heads, block, head);
+                    // Kernels take zero as next to nothing.
+                    let scale = Self::scale_of(t, heads, block, head);
+                    *x *= if scale == 0.0 { 2f32.powi(-60) } else { scale };
                 }
             }
         }
         x
     }
 
-    /// The scale of a block of rows of tensor `t` and a head.
+    /// The scale of a block of rows of tensor `t` and a head; some of keys and of values are zero.
     fn scale_of(t: u64, heads: usize, block: usize, head: usize) -> f32 {
+        if head % 2 == 0 && ((t == 2 && block % 8 == 5) || (t == 3 && block % 8 == 4)) {
+            return 0.0;
+        }
         2f32.powf(number(false, t + 10, block * heads + head))
     }
 

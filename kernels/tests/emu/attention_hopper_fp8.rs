@@ -316,15 +316,12 @@ fn killed(of: (&str, &str), scenarios: &[Scenario]) {
 fn fp8_attention_load_mutants() {
     killed(
         ("attention/sm90_attention_fp8", "load"),
-        scenarios![beginnings, long_rows, short_rows, two_tiles, packed, masks, no_keys],
+        scenarios![beginnings, long_rows, short_rows, two_tiles, packed, masks, no_keys, mean],
     );
 }
 
 fn fp8_attention_attend_mutants() {
-    killed(
-        ("attention/sm90_attention_fp8", "attend"),
-        scenarios![long_rows, short_rows, packed, mean],
-    );
+    killed(("attention/sm90_attention_fp8", "attend"), scenarios![long_rows, short_rows, mean]);
 }
 
 fn fp8_attention_softmax_mutants() {

@@ -80,7 +80,8 @@ pub enum HeadScales {
     Token,
     /// One for each 128 tokens of a head, from the first row of the tensor on, f32
     /// `[ceil(tokens / 128), H]`: those of [`ScaleLayout::Block128x128`] of `[tokens, H * 128]`.
-    /// For heads of 128, and for local attention alone. They must not be negative.
+    /// For heads of 128, and for local attention alone. They must not be negative; FP8 products
+    /// take those below 2^-60 for 2^-60.
     ///
     /// [`ScaleLayout::Block128x128`]: tilewire_core::ScaleLayout::Block128x128
     Block128,

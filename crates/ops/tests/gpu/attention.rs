@@ -360,8 +360,8 @@ pub fn run_by(g: &Gpu, d: &AttentionDesc, by: impl Into<By>) -> String {
     }
     if let (Some(got), Some(want)) = (&side.dsink, &grads.dsink) {
         let want = Mat::new(1, want.len(), want.clone());
-        // Those of rounded probabilities are independent: twice the root of the squares of what they
-        // are at most is five times their standard deviation.
+        // Those of rounded probabilities are independent: twice the root of the squares of what
+        // they are at most is five times their standard deviation.
         let allowed = off.dsink.iter().map(|by_p| loose(rows * d.dv) + 2.0 * by_p);
         close(&format!("{what} dsink"), got, &want, &Mat::new(1, d.heads_q, allowed.collect()));
     }
