@@ -281,11 +281,7 @@ def of_teams(n, two):
         jit=True,
         needs=two,
     )
-    # Documents over ranks, and tiles that wait for keys.
-    documents = [program("gpu_team"), "documents::", "--test-threads", "1", "--nocapture"]
-    # The idle driver's.
-    documents += ["--skip", "who_needs_no_other_keys"]
-    yield Config("ops-gpu_team-documents", documents, by_ran, jit=True, needs=more)
+    yield documents(more)
     # Sizes, a zero copy into a product, two backends in one process; heaps left in any order are
     # above.
     heaps = [program("gpu_team"), "heaps::", "--skip", "left_in_any", "--nocapture"]
@@ -293,6 +289,14 @@ def of_teams(n, two):
     # NVTX of CUDA 13 is a wheel that stage `libraries` of CI installs: its test has nothing here.
     device = [program("device"), "cuda", "--skip", "ranges_of_cuda_13", "--nocapture"]
     yield Config("device", device, by_ran, jit=True)
+
+
+def documents(needs):
+    """Documents over ranks, and tiles that wait for keys."""
+    argv = [program("gpu_team"), "documents::", "--test-threads", "1", "--nocapture"]
+    # The idle driver's.
+    argv += ["--skip", "who_needs_no_other_keys"]
+    return Config("ops-gpu_team-documents", argv, by_ran, jit=True, needs=needs)
 
 
 def verified(n, two):

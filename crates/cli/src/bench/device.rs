@@ -1,12 +1,12 @@
 //! `tilewire bench` on GPUs: collectives, timed by events; expert parallelism is in `ep.rs`,
 //! products are in `products.rs`.
 //!
-//! An operation is captured once; a sample is a device barrier, an event, up to ten replays (as many
-//! as take 10 ms), an event. A time is the median over samples, of the slowest rank. Results are
-//! checked element by element, on inputs whose sums are exact in the element type, before anything is
-//! timed; what is timed has random data. What is bound by memory (`memory.rs`) is checked behind the
-//! samples instead. On the host, where there are no events, a sample is one launch between two
-//! exchanges.
+//! An operation is captured once; a sample is a device barrier, an event, up to ten replays (as
+//! many as take 10 ms), an event. A time is the median over samples, of the slowest rank. Results
+//! are checked element by element, on inputs whose sums are exact in the element type, before
+//! anything is timed; what is timed has random data. What is bound by memory (`memory.rs`) is
+//! checked behind the samples instead. On the host, where there are no events, a sample is one
+//! launch between two exchanges.
 
 use std::time::Instant;
 

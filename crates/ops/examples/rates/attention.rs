@@ -4,8 +4,8 @@
 //! one (`hopper fused`) and the forward pass of the same numbers as e4m3 (`hopper fp8`); rates
 //! count the pairs that the mask shows.
 //!
-//! `cargo run --release -p tilewire-ops --example rates attention [SEQ ...]`, for causal masks of
-//! those lengths alone.
+//! `cargo run --release -p tilewire-ops --example rates attention [SEQ ...] [dDIM] [PASS]`, for
+//! causal masks of those lengths alone, heads of DIM columns, the pass `forward` or `backward`.
 
 use tilewire_core::{DType, Error, Result, ScaleLayout, Shape};
 use tilewire_device::cuda::CudaContext;
@@ -75,9 +75,14 @@ fn cases() -> Vec<Case> {
 
 pub(crate) fn main() -> Result<()> {
     let ctx = CudaContext::new(0)?;
-    let seqs: Vec<usize> = std::env::args().skip(2).filter_map(|a| a.parse().ok()).collect();
-    let cases = if seqs.is_empty() { cases() } else { seqs.into_iter().map(causal).collect() };
-    cases.iter().try_for_each(|c| bench(&ctx, c))
+    let words: Vec<String> = std::env::args().skip(2).collect();
+    let seqs: Vec<usize> = words.iter().filter_map(|w| w.parse().ok()).collect();
+    let mut cases = if seqs.is_empty() { cases() } else { seqs.into_iter().map(causal).collect() };
+    if let Some(dim) = words.iter().find_map(|w| w.strip_prefix('d')?.parse().ok()) {
+        cases.iter_mut().for_each(|c| c.dim = dim);
+    }
+    let pass = words.iter().find(|w| ["forward", "backward"].contains(&&***w));
+    cases.iter().try_for_each(|c| bench(&ctx, c, pass.map(String::as_str)))
 }
 
 impl Case {
@@ -141,7 +146,8 @@ fn fp8_inputs(stream: &Stream, x: &AttnInputs) -> Result<AttnInputs> {
     Ok(AttnInputs::new(coded(&x.q)?, coded(&x.k)?, coded(&x.v)?))
 }
 
-fn bench(ctx: &CudaContext, case: &Case) -> Result<()> {
+/// Times all passes, or that of a name.
+fn bench(ctx: &CudaContext, case: &Case, pass: Option<&str>) -> Result<()> {
     let (stream, device) = (Stream::on(ctx)?, Device::Cuda(ctx.clone()));
     let Case { seq, dim, heads, .. } = *case;
     let desc = case.desc()?;
@@ -205,6 +211,7 @@ fn bench(ctx: &CudaContext, case: &Case) -> Result<()> {
         }
     }
     turns.push(Turn::new(portable, "backward", Box::new(|| bwd(&plan))));
+    turns.retain(|t| pass.is_none_or(|pass| t.explain == pass));
     take_turns(ctx, &stream, &mut turns)?;
     for t in turns {
         let (us, backend, pass) = (t.median(), &t.by, &t.explain);
