@@ -4,7 +4,7 @@ use tilewire::ops::ag_gemm::AgGemmDesc;
 use tilewire::ops::attention::{AttentionDesc, AttnMask, BiasShape, HeadScales};
 use tilewire::ops::collective::CollectiveDesc;
 use tilewire::ops::common::OverlapConfig;
-use tilewire::ops::cp_attention::{Layout, Strategy};
+use tilewire::ops::cp_attention::{CpConfig, Layout};
 use tilewire::ops::ep::EpDesc;
 use tilewire::ops::gemm_ar::GemmArDesc;
 use tilewire::ops::gemm_rs::GemmRsDesc;
@@ -91,7 +91,7 @@ impl AttnKey {
 pub struct CpKey {
     pub attn: AttnKey,
     pub layout: Layout,
-    pub strategy: Option<Strategy>,
+    pub config: Option<CpConfig>,
     pub a2a_size: usize,
     pub backward: bool,
 }

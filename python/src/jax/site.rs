@@ -10,7 +10,7 @@ use tilewire::device::cuda::CudaStream;
 use tilewire::ops::ag_gemm::AgGemmPlan;
 use tilewire::ops::attention::{AttentionPlan, Sequences};
 use tilewire::ops::collective::CollectivePlan;
-use tilewire::ops::cp_attention::{CpAttentionPlan, CpConfig};
+use tilewire::ops::cp_attention::CpAttentionPlan;
 use tilewire::ops::ep::{EpHandle, EpPlan};
 use tilewire::ops::gemm_ar::GemmArPlan;
 use tilewire::ops::gemm_rs::GemmRsPlan;
@@ -123,7 +123,7 @@ fn len_bytes(desc: &Desc, size: usize, on_host: bool) -> usize {
         Desc::GemmRs(d, _, _) => GemmRsPlan::memory(d, size),
         Desc::GemmAr(d, _, _) if on_host => GemmArPlan::host_memory(d, size),
         Desc::GemmAr(d, _, _) => GemmArPlan::memory(d, size),
-        Desc::CpAttention(d, _, s) => CpAttentionPlan::memory(d, size, s.map(CpConfig::of)),
+        Desc::CpAttention(d, _, config) => CpAttentionPlan::memory(d, size, *config),
         Desc::Ep(d, _) => EpPlan::memory(d).symmetric,
         Desc::Quant(d) => QuantPlan::memory(d, size),
         Desc::Grouped(_) | Desc::Attention(..) | Desc::Permute(_) | Desc::Dequant(_) => 0,
@@ -330,8 +330,7 @@ fn made(heap: &Heap, stream: &Stream, desc: Desc) -> Result<Body> {
             plan.prepare(stream)?;
             Ok(Body::GemmAr(plan, m))
         }
-        Desc::CpAttention(d, sequences, strategy) => {
-            let config = strategy.map(CpConfig::of);
+        Desc::CpAttention(d, sequences, config) => {
             let plan = grown(heap, || CpAttentionPlan::new(d.clone(), heap, config))?;
             plan.prepare(stream)?;
             Ok(Body::CpAttention(plan, sequences))

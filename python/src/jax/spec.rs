@@ -10,7 +10,7 @@ use tilewire::ops::ag_gemm::AgGemmDesc;
 use tilewire::ops::attention::{AttentionDesc, Sequences};
 use tilewire::ops::collective::CollectiveDesc;
 use tilewire::ops::common::OverlapConfig;
-use tilewire::ops::cp_attention::{CpAttentionDesc, Strategy};
+use tilewire::ops::cp_attention::{CpAttentionDesc, CpConfig};
 use tilewire::ops::ep::{EpDesc, EpHandle};
 use tilewire::ops::gemm_ar::GemmArDesc;
 use tilewire::ops::gemm_rs::GemmRsDesc;
@@ -143,7 +143,7 @@ pub enum Desc {
     Grouped(GroupedDesc),
     /// Without sequences, offsets are among its arguments.
     Attention(AttentionDesc, Option<Sequences>),
-    CpAttention(CpAttentionDesc, Sequences, Option<Strategy>),
+    CpAttention(CpAttentionDesc, Sequences, Option<CpConfig>),
     Ep(EpDesc, Option<usize>),
     Permute(PermuteDesc),
     Quant(QuantDesc),
@@ -245,7 +245,7 @@ impl Spec {
                 desc.check(size)?;
                 desc.check_launch(&sequences, size)?;
                 self.check_tokens(&sequences, size)?;
-                Ok(Desc::CpAttention(desc, sequences, spec.strategy()?))
+                Ok(Desc::CpAttention(desc, sequences, spec.config()?))
             }
             Op::EpDispatch | Op::EpCombine | Op::EpDispatchBwd | Op::EpCombineBwd => self.ep(size),
             Op::Permute | Op::PermuteBwd | Op::Unpermute | Op::UnpermuteBwd => self.permute(),

@@ -349,17 +349,16 @@ pub fn attention_bwd(
 fn cp_plan(
     member: &Member,
     desc: CpAttentionDesc,
-    strategy: Option<Strategy>,
+    config: Option<CpConfig>,
     stream: &Stream,
 ) -> Result<Arc<CpAttentionPlan>> {
     let key = Key::CpAttention(CpKey {
         attn: AttnKey::of(&desc.attn),
         layout: desc.layout,
-        strategy,
+        config,
         a2a_size: desc.a2a_size,
         backward: desc.backward,
     });
-    let config = strategy.map(CpConfig::of);
     let plan = member.plan(&key, stream, || Recipe {
         op: "cp_attention",
         len_bytes: CpAttentionPlan::memory(&desc, member.team.size(), config),
@@ -370,8 +369,16 @@ fn cp_plan(
 }
 
 impl Spec {
-    pub fn strategy(&self) -> Result<Option<Strategy>> {
-        self.strategy.as_deref().map(str::parse).transpose()
+    /// How keys reach queries: a strategy, or `gated`, which is `all_gather` by one kernel that
+    /// waits for keys where it meets them.
+    pub fn config(&self) -> Result<Option<CpConfig>> {
+        let of = |name: &str| match name {
+            "gated" => Ok(CpConfig { gated: true, ..CpConfig::of(Strategy::AllGather) }),
+            _ => name.parse().map(CpConfig::of).map_err(|e: Error| {
+                e.hint("`gated` is all_gather whose tiles wait for their keys, on sm_90a")
+            }),
+        };
+        self.strategy.as_deref().map(of).transpose()
     }
 }
 
@@ -403,7 +410,7 @@ pub fn cp_attention_fwd(
         let (mut desc, sequences) = spec.cp(Forms::from(&x), call.size())?;
         desc.backward = grad;
         x.sequences = Some(sequences);
-        cp_plan(&call.member, desc, spec.strategy()?, stream)?.launch_fwd(stream, &x, out)
+        cp_plan(&call.member, desc, spec.config()?, stream)?.launch_fwd(stream, &x, out)
     })
 }
 
@@ -422,7 +429,7 @@ pub fn cp_attention_bwd(
     call.run(py, |stream| {
         let (desc, sequences) = spec.cp(Forms::from(&x), call.size())?;
         x.sequences = Some(sequences);
-        cp_plan(&call.member, desc, spec.strategy()?, stream)?.launch_bwd(stream, &x, saved, grads)
+        cp_plan(&call.member, desc, spec.config()?, stream)?.launch_bwd(stream, &x, saved, grads)
     })
 }
 

@@ -207,6 +207,33 @@ def test_cp_attention(world, device, gen, name, strategy):
         torch.testing.assert_close(a.grad.cpu().double(), b.grad, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("packed", [False, True])
+def test_tiles_that_wait_for_keys(world, device, gen, packed):
+    """One kernel on GPUs that have it, the same numbers everywhere."""
+    n = 64 * world.size
+    cu = [0, n // 2, n] if packed else [0, n]
+    qkv = [randn(gen, n, h, 64) for h in (4, 2, 2)]
+    d_out = randn(gen, n, 4, 64)
+    refs = [t.bfloat16().double().requires_grad_() for t in qkv]
+    ref, _ = dense(*refs, cu)
+    ref.backward(d_out)
+    of = dict(cu_seqlens=cu)
+    mine = [leaf(tw.cp_shard(t, **of), torch.bfloat16, device) for t in qkv]
+    out = tw.cp_attention(*mine, cu_seqlens_q=cu, strategy="gated")
+    whole = tw.cp_unshard(out.detach(), **of).cpu().double()
+    torch.testing.assert_close(whole, ref, rtol=2e-2, atol=2e-2)
+    out.backward(tw.cp_shard(d_out, **of).to(out))
+    for a, b in zip(mine, refs):
+        want = tw.cp_shard(b.grad, **of)
+        torch.testing.assert_close(a.grad.cpu().double(), want, rtol=5e-2, atol=5e-2)
+
+
+def test_an_unknown_strategy(world, device, gen):
+    mine = [tw.cp_shard(randn(gen, 8 * world.size, 2, 8)).float().to(device) for _ in range(3)]
+    with pytest.raises(tilewire.InvalidArgument, match="unknown strategy `fast`; one of get"):
+        tw.cp_attention(*mine, strategy="fast")
+
+
 @pytest.mark.parametrize("layout", ["zigzag_per_sequence", "zigzag", "contiguous", "balanced"])
 def test_packed_documents_that_change(world, device, gen, layout):
     """Other lengths each time: one plan serves them."""
