@@ -250,7 +250,7 @@ impl Case {
 
     /// The scale of a block of rows of tensor `t` and a head; some of keys and of values are zero.
     fn scale_of(t: u64, heads: usize, block: usize, head: usize) -> f32 {
-        if head % 2 == 0 && ((t == 2 && block % 8 == 5) || (t == 3 && block % 8 == 4)) {
+        if head.is_multiple_of(2) && ((t == 2 && block % 8 == 5) || (t == 3 && block % 8 == 4)) {
             return 0.0;
         }
         2f32.powf(number(false, t + 10, block * heads + head))

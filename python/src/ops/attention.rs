@@ -369,8 +369,8 @@ fn cp_plan(
 }
 
 impl Spec {
-    /// How keys reach queries: a strategy, or `gated`, which is `all_gather` by one kernel that
-    /// waits for keys where it meets them.
+    /// The strategy of keys, or `gated`, which is `all_gather` by one kernel that waits for keys
+    /// where it meets them.
     pub fn config(&self) -> Result<Option<CpConfig>> {
         let of = |name: &str| match name {
             "gated" => Ok(CpConfig { gated: true, ..CpConfig::of(Strategy::AllGather) }),
