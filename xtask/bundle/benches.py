@@ -76,7 +76,7 @@ LONG = {
     "64k-documents": "--m 65536 --documents 8",
 }
 # Of the program `rates`: all on one GPU.
-RATES = ["layers", "gemm", "drawn", "cold", "parts", "grouped", "attention", "decode"]
+RATES = ["layers", "gemm", "drawn", "cold", "parts", "grouped", "attention", "decode", "shares"]
 # What memory bounds: a rank alone, whose references are computed by its CPU.
 BY_MEMORY = {
     "quant": "--m 4096 --n 4096",

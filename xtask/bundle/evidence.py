@@ -26,9 +26,10 @@ unless nobody watched it for cuMulticastCreate and this call would. What was lef
 or doctor reported, stays out while they say so. What failed runs again, after all the rest. Nothing
 counts where the commit is unknown or `-dirty`: its name is that of other trees, too.
 Rows of any commit tell how long a configuration takes. Within a part the longest is first; none is
-begun that takes longer than --for leaves, and one of unknown length may run a minute beyond it.
-With --jobs J each GPU is shared by up to J configurations of conformance, faults and drill, whose
-rows then have `beside`; what fails so runs again at the end, alone, and that row counts.
+begun that takes longer than --for leaves, and one of unknown length may run a minute beyond it
+(some have two). With --jobs J each GPU is shared by up to J configurations of conformance, faults
+and drill, whose rows then have `beside`, and which have twice as long; what fails so runs again at
+the end, alone, and that row counts. Of what is timed each GPU has one at a time.
 $OUT gets results.jsonl (rows of this call alone; it must not be there yet), evidence.json (a
 summary by part, of all calls) and, if something failed, failed-logs.txt (the last 20 kB of each).
 """
@@ -66,9 +67,10 @@ class Before:
         known = commit and not commit.endswith("-dirty")
         for row in rows:
             name, gpus, state = row["config"], row["gpus"], row["state"]
-            # Those of a failure are a limit, or an early end.
+            # Those of a failure are a limit, or an early end; beside others all take longer.
+            alone = state == "passed" and not row.get("beside")
             for key in [(gpus, name), name]:
-                if state == "passed" or (state == "failed" and key not in self.seconds):
+                if alone or (state != "skipped" and key not in self.seconds):
                     self.seconds[key] = row["seconds"]
             if known and row.get("commit") == commit and gpus == n:
                 self.last[name] = row
@@ -177,7 +179,8 @@ class Evidence:
                 now = [u for u in self.units if u.part == part and u.is_open()]
                 now = [u for u in now if (u.failed() or self.failed_beside(u)) == again]
                 places = self.jobs if part in UNTIMED and not again else 1
-                self.at_once(first_ones(now), pool_of(devices_of(self.runner.n), places), places)
+                pool = pool_of(devices_of(self.runner.n), places)
+                self.at_once(first_ones(now), pool, places, alone=again)
         self.runner.compare()
         self.note()
 
@@ -186,19 +189,19 @@ class Evidence:
         rows = [self.runner.lines.get(name, {}) for name, _ in unit.named()]
         return any(row.get("state") == "failed" and row.get("beside") for row in rows)
 
-    def at_once(self, units, pool, places):
-        """Runs units, as many at once as the GPUs have places for."""
+    def at_once(self, units, pool, places, alone):
+        """Runs units, as many at once as the GPUs have places for, or one at a time."""
 
         def one(unit, mine):
             try:
-                self.one(unit, mine if unit.takes else None, places > 1)
+                self.one(unit, mine[: unit.takes] if unit.takes else None, places > 1)
             finally:
                 pool.give(mine)
 
         with ThreadPoolExecutor(max_workers=self.runner.n * places) as threads:
             begun = []
             for unit in self.picked(units):
-                mine = pool.take(unit.takes or self.runner.n)
+                mine = pool.take(self.runner.n if alone else unit.takes or self.runner.n)
                 # It has waited for them meanwhile; those behind it may be shorter.
                 if self.fits(unit):
                     begun.append(threads.submit(one, unit, mine))

@@ -167,7 +167,8 @@ class Runner:
         env["TILEWIRE_JIT"] = "auto" if c.jit else "off"
         if c.preload and self.preload:
             calls = log.with_suffix(".calls")
-            calls.mkdir(exist_ok=True)
+            shutil.rmtree(calls, ignore_errors=True)
+            calls.mkdir()
             env["LD_PRELOAD"] = self.preload
             env["TW_MULTICAST_LOG"] = str(log)
             env["TW_CALLS_DIR"] = str(calls)
@@ -204,6 +205,8 @@ class Runner:
             if mode == "conformance" and self.n > 1 and not isinstance(c.needs, Reported):
                 self.unreported.append(name)
         else:
+            # Of an earlier try.
+            multicast.unlink(missing_ok=True)
             argv = ["timeout", "-k", "5", str(limit_s), *c.argv]
             log = self.logs / (name.replace("/", "-") + ".txt")
             # A file, not a pipe: nobody who keeps it open keeps us waiting.

@@ -46,7 +46,7 @@ _Activation: TypeAlias = Literal["relu", "gelu", "swiglu"] | None
 _Wire: TypeAlias = Literal["f32", "bf16", "f16"] | None
 _Sum: TypeAlias = Literal["sum", "avg"]
 _Layout: TypeAlias = Literal["zigzag_per_sequence", "zigzag", "contiguous", "balanced"]
-_Strategy: TypeAlias = Literal["get", "ring", "all_gather", "all_to_all", "hybrid"] | None
+_Strategy: TypeAlias = Literal["get", "ring", "all_gather", "gated", "all_to_all", "hybrid"] | None
 _Window: TypeAlias = tuple[int | None, int | None] | None
 _Recipe: TypeAlias = Literal["tensor", "block1x128", "block128x128", "mx1x32"]
 # Offsets: numbers or an array of numpy's, on the host; arrays of the program for `attention`.

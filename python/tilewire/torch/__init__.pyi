@@ -58,7 +58,7 @@ _Wire: TypeAlias = Literal["f32", "bf16", "f16"] | None
 _Sum: TypeAlias = Literal["sum", "avg"]
 _Recipe: TypeAlias = Literal["tensor", "block1x128", "block128x128", "mx1x32"]
 _Layout: TypeAlias = Literal["zigzag_per_sequence", "zigzag", "contiguous", "balanced"]
-_Strategy: TypeAlias = Literal["get", "ring", "all_gather", "all_to_all", "hybrid"] | None
+_Strategy: TypeAlias = Literal["get", "ring", "all_gather", "gated", "all_to_all", "hybrid"] | None
 _Window: TypeAlias = tuple[int | None, int | None] | None
 _Offsets: TypeAlias = Sequence[int] | Tensor | None
 

@@ -355,7 +355,6 @@ impl Bench<'_> {
         Ok(slowest)
     }
 
-    /// On this rank alone.
     /// Replays of a sample of `way`, the same on all ranks.
     fn replays(&self, way: &Way<'_>) -> Result<usize> {
         let Some(os) = &self.os else { return Ok(1) };
@@ -365,6 +364,7 @@ impl Bench<'_> {
         Ok(((SAMPLE_US / one).ceil() as usize).clamp(1, REPLAYS))
     }
 
+    /// On this rank alone.
     fn sample_replays(&self, os: &DeviceTransport, way: &Way<'_>, replays: usize) -> Result<f64> {
         let ctx = os.here().context();
         let (start, end) = (CudaEvent::new(ctx, true)?, CudaEvent::new(ctx, true)?);

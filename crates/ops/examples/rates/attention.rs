@@ -212,6 +212,8 @@ fn bench(ctx: &CudaContext, case: &Case, pass: Option<&str>) -> Result<()> {
     }
     turns.push(Turn::new(portable, "backward", Box::new(|| bwd(&plan))));
     turns.retain(|t| pass.is_none_or(|pass| t.explain == pass));
+    // Gradients are of this output, whatever is timed.
+    fwd(&plan, &x)?;
     take_turns(ctx, &stream, &mut turns)?;
     for t in turns {
         let (us, backend, pass) = (t.median(), &t.by, &t.explain);

@@ -20,9 +20,10 @@ here=$(dirname "$0")
 [ ! -e "$here/fails-${!#}" ] || { head -c 30000 /dev/zero | tr '\0' x; echo went wrong; exit 1; }
 if [ -e "$here/meets" ]; then
     mine=$(mktemp "$here/running.XXXXXX")
-    sleep 0.7
-    [ "$(ls "$here"/running.* | wc -l)" = 1 ] || met=1
-    sleep 0.2
+    for _ in {1..15}; do
+        [ "$(ls "$here"/running.* | wc -l)" = 1 ] || met=1
+        sleep 0.1
+    done
     rm "$mine"
     [ -z "${met:-}" ] || exit 1
 fi
