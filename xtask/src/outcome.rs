@@ -65,7 +65,7 @@ const ROLE: &str = "run by ";
 fn most(reason: &str) -> usize {
     let of_tests = [
         (Lack::Gpu, 176),
-        (Lack::Gpus, 48),
+        (Lack::Gpus, 49),
         (Lack::Sm90, 12),
         (Lack::Nccl, 15),
         (Lack::Nvshmem, 1),

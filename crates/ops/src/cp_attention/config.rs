@@ -114,6 +114,9 @@ pub struct CpConfig {
     /// rank's keys where it meets them. It needs sm_90a, heads that the kernel for it has
     /// ([`AttnBackend::Hopper`](crate::attention::AttnBackend)), at most 32 ranks, and q, k, v and
     /// out that begin at multiples of 16 bytes. The host has one algorithm anyway.
+    ///
+    /// A plan without a configuration takes it where all of this is so, no two ranks share a
+    /// device, and keys travel by puts in their own type.
     #[serde(default)]
     pub gated: bool,
     /// Another order than that of arrival needs gates.

@@ -2,14 +2,14 @@
 
 use std::fmt;
 
-use tilewire_core::Rank;
+use tilewire_core::{DType, Rank};
 use tilewire_symm::LinkTraffic;
 
 use super::config::{CpConfig, Strategy};
 use super::desc::CpAttentionDesc;
 use super::launch::Pass;
 use super::pieces::{Pieces, Sizes};
-use super::schedule::Schedule;
+use super::schedule::{Schedule, num_rows};
 use super::work::Work;
 use crate::attention::Sequences;
 use crate::common::Machine;
@@ -83,8 +83,10 @@ pub(super) fn buffer_bytes(
 
 /// Predicts the forward pass: arithmetic of the busiest rank beside its transfers. Transfers that
 /// precede the arithmetic are exposed: none for one-sided gets and pushes, one hop at a time for
-/// the ring, all where heads are traded.
-pub(super) fn explain(d: &CpAttentionDesc, size: usize, m: &Machine) -> CpExplain {
+/// the ring, all where heads are traded. With `gates`, on devices, there is `all_gather` by one
+/// kernel, too, which has no results over parts of the keys; gets and pushes write, read and merge
+/// two of them.
+pub(super) fn explain(d: &CpAttentionDesc, size: usize, m: &Machine, gates: bool) -> CpExplain {
     let a = &d.attn;
     let pairs = rank_pairs(d, &a.sequences, size);
     let compute = |inner: usize| {
@@ -93,6 +95,9 @@ pub(super) fn explain(d: &CpAttentionDesc, size: usize, m: &Machine) -> CpExplai
         let flop = 2.0 * most as f64 * (a.heads_q * (a.dqk + a.dv)) as f64;
         flop / inner as f64 / m.gemm_flop_per_us
     };
+    let queries = Rank::all(size).map(|r| num_rows(&d.rows_q(&a.sequences, r, size))).max();
+    let parts = 2 * queries.unwrap_or(0) * a.heads_q * a.dv * DType::F32.size();
+    let merge = if gates { 2.0 * parts as f64 / m.weight_bytes_per_us } else { 0.0 };
     let mut candidates = Vec::new();
     for strategy in legal(d, size) {
         let config = CpConfig::of(strategy);
@@ -114,7 +119,12 @@ pub(super) fn explain(d: &CpAttentionDesc, size: usize, m: &Machine) -> CpExplai
             _ => compute.max(wire) + 2.0 * latency,
         };
         let memory = buffer_bytes(d, size, Some(config)).iter().sum();
-        candidates.push(CpCandidate { config, fwd_bytes, predicted_us, memory });
+        let merge = if sizes.begins_at_once() { merge } else { 0.0 };
+        let of = |config, predicted_us| CpCandidate { config, fwd_bytes, predicted_us, memory };
+        candidates.push(of(config, predicted_us + merge));
+        if gates && strategy == Strategy::AllGather {
+            candidates.push(of(CpConfig { gated: true, ..config }, predicted_us));
+        }
     }
     candidates.sort_by(|x, y| x.predicted_us.total_cmp(&y.predicted_us));
     // Get, ring and all_gather are always legal.

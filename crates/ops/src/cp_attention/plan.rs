@@ -140,27 +140,53 @@ impl CpAttentionPlan {
         self.core.prepare_with(
             stream,
             || self.make_first(self.used.get()),
-            |mut first| {
-                if self.used.get().is_none() {
-                    first = self.choose()?;
-                }
+            |first| {
+                let (mut config, first) = match self.used.get() {
+                    Some(given) => (*given, first),
+                    None => self.choose()?,
+                };
                 if let (Some(lane), Some(first)) = (self.core.lane(), first) {
                     let used = self.settle((lane, stream), first)?;
+                    config = used.by.config;
                     self.cuda.get_or_init(|| used);
                 }
+                self.used.get_or_init(|| config);
                 Ok(())
             },
         )
     }
 
     /// Collective: chooses the strategy, and makes its kernels and workspace.
-    fn choose(&self) -> Result<Option<Prepared>> {
-        let list = self.explain().candidates;
+    fn choose(&self) -> Result<(CpConfig, Option<Prepared>)> {
+        let team = self.core.team();
+        // A candidate of all ranks or of none.
+        let gates = team.agree(self.may_gate()).map_err(|e| e.op(OP))?;
+        let list = self.candidates(gates).candidates;
         let costs: Vec<_> = list.iter().map(|c| (c.config, c.predicted_us)).collect();
-        let chosen = fastest(self.core.team(), &costs).map_err(|e| e.op(OP))?;
-        let first = self.core.team().settle(OP, self.make_first(Some(&chosen)))?;
-        self.used.get_or_init(|| chosen);
-        Ok(first)
+        let chosen = fastest(team, &costs).map_err(|e| e.op(OP))?;
+        let first = team.settle(OP, self.make_first(Some(&chosen)))?;
+        Ok((chosen, first))
+    }
+
+    /// Returns whether `prepare` may choose tiles that wait for their keys, as far as this rank
+    /// knows. A driver that cannot say so now says why when kernels are made.
+    fn may_gate(&self) -> bool {
+        let (heap, size) = (self.core.heap(), self.core.team().size());
+        let puts = at_first(heap, self.backend) == CollectiveBackend::Put;
+        let lane = self.core.lane().filter(|_| puts);
+        lane.is_some_and(|l| device::may_gate(l, &self.desc, size).unwrap_or(false))
+    }
+
+    /// Returns the candidates that this heap has.
+    fn candidates(&self, gates: bool) -> CpExplain {
+        let (heap, size) = (self.core.heap(), self.core.team().size());
+        let rates = Machine::of(&heap.device(), self.desc.attn.dtype).unwrap_or_default();
+        let mut e = explain(&self.desc, size, &rates, gates);
+        if self.core.lane().is_some() {
+            e.candidates.retain(|c| device::may_choose(c.config.strategy));
+            e.chosen = e.candidates.first().map_or(e.chosen, |c| c.config);
+        }
+        e
     }
 
     /// Makes kernels and workspace on a device, once, for the transport that a plan has before it
@@ -182,7 +208,8 @@ impl CpAttentionPlan {
             self.launch_by((p, at.0), at.1, (x, seqs, rows), work).map(drop)
         };
         let (desc, core, backend) = (&self.desc, &self.core, self.backend);
-        Tuner { desc, core, backend, at, launch: &launch }.settle(first)
+        let asked = self.used.get().is_some_and(|c| c.gated);
+        Tuner { desc, core, backend, asked, at, launch: &launch }.settle(first)
     }
 
     /// Returns the configuration in use.
@@ -195,12 +222,10 @@ impl CpAttentionPlan {
 
     /// Returns candidates with their predicted times.
     pub fn explain(&self) -> CpExplain {
-        let mut e = explain(&self.desc, self.core.team().size(), &Machine::default());
-        if self.core.lane().is_some() {
-            e.candidates.retain(|c| device::may_choose(c.config.strategy));
-            e.chosen = e.candidates.first().map_or(e.chosen, |c| c.config);
-        }
-        e.chosen = self.used.get().copied().unwrap_or(e.chosen);
+        let used = self.used.get();
+        let gates = self.may_gate() || used.is_some_and(|c| c.gated);
+        let mut e = self.candidates(gates);
+        e.chosen = used.copied().unwrap_or(e.chosen);
         e.what += &self.cuda.get().map_or(String::new(), Used::explain);
         e
     }

@@ -7,11 +7,13 @@ use tilewire_device::{Stream, Tensor};
 use tilewire_oracle::{Mat, attention as oracle};
 use tilewire_symm::{HeapCfg, Traffic, World, WorldCfg};
 
+use super::explain::explain;
 use super::pieces::tests::{World as Plans, fitted, worlds, worlds_of_fp8};
 use super::pieces::{Pieces, Sizes};
 use super::schedule::{Schedule, kv_heads};
 use super::{Strategy, *};
 use crate::attention::*;
+use crate::common::Machine;
 
 /// True if the definition lets these global rows see each other.
 pub(super) fn allowed(s: &Sequences, mask: &AttnMask, q: usize, kv: usize) -> bool {
@@ -478,6 +480,30 @@ fn bad_descriptions_are_refused() {
         team.agree(true).map(|_| ())
     })
     .unwrap();
+}
+
+/// Gates are a candidate of devices that have them, and the first: nothing else moves while it
+/// computes and merges nothing. Traded heads merge nothing either, but wait for keys first.
+#[test]
+fn gates_are_the_first_candidate_where_there_are_some() {
+    let attn = AttentionDesc::new(16384, (32, 8), 128, DType::BF16, AttnMask::CAUSAL);
+    let d = CpAttentionDesc::new(attn);
+    let [with, without] = [true, false].map(|gates| explain(&d, 2, &Machine::H200, gates));
+    let gated = CpConfig { gated: true, ..CpConfig::of(Strategy::AllGather) };
+    assert_eq!(with.chosen, gated, "{with}");
+    assert!(without.candidates.iter().all(|c| !c.config.gated), "{without}");
+    let us = |e: &CpExplain, s| {
+        let c = e.candidates.iter().find(|c| c.config == CpConfig::of(s)).unwrap();
+        c.predicted_us
+    };
+    let half = without.candidates[0].predicted_us;
+    assert_eq!(with.candidates[0].predicted_us, half, "{with}");
+    for s in [Strategy::Get, Strategy::AllGather] {
+        // Two parts of 8192 rows of 4096 values, written and read: 537 MB.
+        let merge = us(&with, s) - us(&without, s);
+        assert!((120.0..140.0).contains(&merge), "{s}: {merge}");
+    }
+    assert_eq!(us(&with, Strategy::AllToAll), us(&without, Strategy::AllToAll));
 }
 
 /// Ranks that describe different things get a mismatch at `prepare`; other sequences at a launch.

@@ -37,13 +37,16 @@ pub(super) struct Tuner<'a> {
     pub desc: &'a CpAttentionDesc,
     pub core: &'a PlanCore,
     pub backend: CollectiveBackend,
+    /// Whether the caller asked for gates.
+    pub asked: bool,
     pub at: (&'a Lane, &'a Stream),
     pub launch: &'a Queue<'a>,
 }
 
 impl Tuner<'_> {
-    /// Makes kernels and workspace for NCCL.
+    /// Makes kernels and workspace for NCCL, by which all keys come before the arithmetic.
     fn by_nccl(&self, config: CpConfig) -> Result<Prepared> {
+        let config = CpConfig { gated: false, ..config };
         Prepared::new(self.at.0, self.desc, (config, true), self.core.team().size())
     }
 
@@ -54,7 +57,7 @@ impl Tuner<'_> {
         first.connect(core, self.at.1)?;
         let open_choice = self.backend == CollectiveBackend::Fastest
             && !first.by_nccl()
-            && !first.config.gated
+            && !self.asked
             && core.team().size() > 1;
         if !open_choice {
             return Ok(Used { by: first, why: None });

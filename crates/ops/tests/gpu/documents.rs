@@ -12,6 +12,7 @@ use tilewire_ops::attention::{
     AttentionDesc, AttnGrads, AttnInputs, AttnMask, AttnOperand, AttnOut, AttnSaved, BiasShape,
     Dropout, Sequences,
 };
+use tilewire_ops::collective::CollectiveBackend;
 use tilewire_ops::cp_attention::{
     CpAttentionDesc, CpAttentionPlan, CpConfig, KeyOrder, Layout, Strategy,
 };
@@ -356,6 +357,54 @@ fn documents_are_right_where_tiles_wait_for_their_keys() {
         let get = CpConfig { strategy: Strategy::Get, ..gated };
         let bad = CpAttentionPlan::new(desc(&d, (DType::BF16, 64), false), &heap, Some(get));
         assert_eq!(bad.err().map(|e| e.kind()), Some(ErrorKind::InvalidArgument));
+        Ok(())
+    })
+    .unwrap();
+}
+
+/// A plan that is free to choose takes gates where every rank has a device of its own with a kernel
+/// for them, and only there; what the kernel does not take it computes without them.
+#[test]
+fn plans_that_may_choose_take_gates_where_each_rank_has_a_device() {
+    let Some(n) = ranks() else { return };
+    let _turn = DEVICES.lock().unwrap_or_else(PoisonError::into_inner);
+    World::run_threads(n, cfg(), |world| {
+        let (heap, s) = heap(&world, "chosen")?;
+        let Device::Cuda(ctx) = heap.device() else { panic!("a heap of the host") };
+        let at = heap.team().exchange("device", ctx.info()?.pci.as_bytes())?;
+        let alone = at.iter().enumerate().all(|(i, a)| !at[..i].contains(a));
+        // Emulated devices of 4 multiprocessors take none of the kernels for sm_90a by default.
+        let gates = alone && n > 1 && ctx.arch()? == "sm_90a" && ctx.num_sms()? >= 8;
+        // Equal work on all ranks, so that no heads are traded for it.
+        let d = one(n, 140);
+        let kinds = [(DType::BF16, 64, true), (DType::BF16, 40, false), (DType::F8E4M3, 64, false)];
+        for (dtype, dim, fits) in kinds {
+            for backend in [CollectiveBackend::Put, CollectiveBackend::Fastest] {
+                let case = Case::new(&desc(&d, (dtype, dim), false).attn);
+                let plan = desc(&d, (dtype, dim), false);
+                let plan = CpAttentionPlan::with_backend(plan, &heap, None, backend)?;
+                plan.prepare(&s)?;
+                let text = plan.explain().to_string();
+                let config = plan.config()?;
+                if backend == CollectiveBackend::Put {
+                    assert_eq!(config.gated, gates && fits, "{text}");
+                }
+                assert_eq!(text.contains("wait for their keys"), config.gated, "{text}");
+                assert!(text.contains(&format!("* {config}")), "{text}");
+                let t = Tensors::new(&plan, &case, &heap)?;
+                [&t.out.out, &t.out.lse].into_iter().try_for_each(Tensor::poison)?;
+                plan.launch_fwd(&s, &t.x, t.out.clone())?.join(&s)?;
+                let o = &t.out;
+                let saved =
+                    AttnSaved { out: o.out.clone(), lse: o.lse.clone(), d_out: t.d_out.clone() };
+                plan.launch_bwd(&s, &t.x, saved, t.grads.clone())?.join(&s)?;
+                s.synchronize()?;
+                heap.team().check()?;
+                t.check(&text, &case.wants(&plan.desc().attn))?;
+                drop(plan);
+                heap.collect()?;
+            }
+        }
         Ok(())
     })
     .unwrap();

@@ -14,7 +14,7 @@ use crate::driver::Driver;
 /// A test, with how many devices, and which operations where it asks. Of those that compute,
 /// products in a ring alone on four, where a rank passes on more than one message: attention does
 /// so in `crates/cli/tests/emulated.rs`.
-const RUNS: [(&str, usize, &str); 30] = [
+const RUNS: [(&str, usize, &str); 31] = [
     ("every_operation_computes", 3, "0-3"),
     ("every_operation_computes", 3, "6-24"),
     ("every_operation_computes", 4, "25-29"),
@@ -32,6 +32,7 @@ const RUNS: [(&str, usize, &str); 30] = [
     ("documents::documents_of_one_rank_and_of_several_are_right", 2, ""),
     ("documents::documents_are_right_where_tiles_wait_for_their_keys", 3, ""),
     ("documents::rows_have_the_same_bits_on_any_number_of_ranks", 2, ""),
+    (CHOOSES, 2, ""),
     ("documents::keys_leave_a_rank_whose_tiles_hold_all_multiprocessors", 2, ""),
     ("replays_with_changed_inputs_equal_eager_launches", 3, "0-4"),
     ("replays_with_changed_inputs_equal_eager_launches", 3, "14-15"),
@@ -46,6 +47,10 @@ const RUNS: [(&str, usize, &str); 30] = [
     ("processes::a_process_that_leaves_is_named_in_each_way_of_waiting", 3, "3-5"),
     ("processes::a_stopped_process_is_named_by_every_operation", 3, "14-15"),
 ];
+
+/// With as many multiprocessors as plans that may choose want of a device before they take kernels
+/// for sm_90a.
+const CHOOSES: &str = "documents::plans_that_may_choose_take_gates_where_each_rank_has_a_device";
 
 /// `cargo xtask test --full`: on more devices; operations that wait, leave or keep memory as others
 /// do; and replays of 40 s whose copy engines and sums are in other operations, too: engines in 4,
@@ -77,6 +82,9 @@ fn operations_of_a_team_run_on_emulated_devices() {
         run.args(["--exact", test, "--nocapture"]).env("TW_RANKS", devices.to_string());
         if !ops.is_empty() {
             run.env("TW_TEAM_OPS", ops);
+        }
+        if test == CHOOSES {
+            run.env("TW_EMU_SMS", "8");
         }
         let begun = Instant::now();
         let out = run.output().unwrap();

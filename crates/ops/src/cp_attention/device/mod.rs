@@ -11,5 +11,5 @@ mod widen;
 
 pub(super) use fp8::check;
 pub(super) use nccl::check as check_nccl;
-pub(super) use prepared::{Prepared, check_aligned, may_choose};
+pub(super) use prepared::{Prepared, check_aligned, may_choose, may_gate};
 pub(super) use run::{Op, launch, together};

@@ -95,6 +95,24 @@ pub(in crate::cp_attention) fn check_aligned(
     in_place.try_for_each(|(_, what, t)| aligned(&p.desc, &[(what, t.cuda()?.addr())]))
 }
 
+/// Returns whether `prepare` may choose a forward pass whose tiles wait for their keys, as far as
+/// this rank knows: there is a kernel, keys travel in their own type, and no other rank of the team
+/// is on my device.
+///
+/// # Errors
+/// What the driver reports.
+pub(in crate::cp_attention) fn may_gate(
+    lane: &Lane,
+    d: &CpAttentionDesc,
+    size: usize,
+) -> Result<bool> {
+    let ctx = lane.context();
+    if size == 1 || d.kv_wire().1 || ctx.num_sms()? != lane.here().num_sms()? {
+        return Ok(false);
+    }
+    Ok(Gated::lacks(ctx, &d.attn, AttnBackend::Auto, size)?.is_none())
+}
+
 /// The kernel whose forward pass waits for keys itself.
 ///
 /// # Errors
@@ -107,10 +125,11 @@ fn gated(lane: &Lane, d: &AttentionDesc, (size, order): (usize, KeyOrder)) -> Re
             "there is one on sm_90a, bf16 or f16; without gates every plan has kernels",
         )),
         None => {
-            let (all, own) = (ctx.num_sms()?, lane.here().num_sms()?);
-            // Copies between ranks of one device may be kernels, which need a multiprocessor.
-            let free = u32::from(own < all);
-            let num = own.saturating_sub(free).max(1);
+            // Its blocks hold their multiprocessors until keys have come. One stays free, so that
+            // what other streams queue goes on: an `enter` that a peer waits for, kernels that
+            // make what its copies send, and copies between ranks of one device.
+            let free = u32::from(size > 1);
+            let num = lane.here().num_sms()?.saturating_sub(free).max(1);
             Gated::new(ctx, d, (num, order == KeyOrder::Canonical))
         }
     }
