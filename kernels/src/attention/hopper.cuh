@@ -64,6 +64,9 @@ enum : u32 {
     TW_HA_MULTIPLY_REGISTERS = 232,
     // Readers of a stage.
     TW_HA_WARPS = 8,
+    // Whether warps ask for the next tile before they need it: with heads of 64 it costs 1 %, with
+    // others it gains 2 to 17 % (docs/lab/attention.md).
+    TW_HA_ASKS = TW_ATTN_DQK > 64,
 };
 static_assert(TW_HA_D % 64 == 0 && TW_HA_DV % 64 == 0 && TW_HA_DV <= TW_HA_D, "whole pieces; the output leaves through the slot of its queries");
 static_assert(TW_HA_N % 16 == 0 && TW_HA_BYTES <= 232448, "a tile of keys, and shared memory");
@@ -308,17 +311,19 @@ __device__ __forceinline__ void tw_ha_attend(const TwAttn& a, const TwTensorMap*
     TwHaRows r;
     TwKeys k;
     u32 global = 0;
+    // Whether the next keys, and the values of `p`, were there when it was asked.
+    bool k_there = false, v_there = false;
     qs.wait_full(s.q_full);
     if (s.queries[qs.at].more == 0) return;
     const u32 group = warpgroup_index();
     const auto issue_scores = [&] {
-        ks.wait_full(s.k_full);
+        ks.wait_full(s.k_full, k_there);
         k = s.keys[ks.at];
         if (TW_ATTN_EXTRA) global = s.globals[ks.at];
         tw_ha_issue_scores(scores, tw_smem + qs.at * TW_HA_Q_BYTES, group, tw_smem + TW_HA_AT_K + ks.at * TW_HA_K_BYTES);
     };
     const auto issue_out = [&] {
-        vs.wait_full(s.v_full);
+        vs.wait_full(s.v_full, v_there);
         tw_ha_issue_out(o, p, tw_smem + TW_HA_AT_V + vs.at * TW_HA_V_BYTES);
     };
     issue_scores();
@@ -327,7 +332,7 @@ __device__ __forceinline__ void tw_ha_attend(const TwAttn& a, const TwTensorMap*
     tw_ha_release(s.k_empty, ks);
     for (u32 i = 0;; i++) {
         const u32 slot = qs.at;
-        const TwQueryTile& q = s.queries[slot];
+        const TwQueryTile q = s.queries[slot];
         // The softmax of the scores of `k`, and probabilities.
         const auto softmax = [&] {
             const TwPlace& at = s.places[slot];
@@ -356,10 +361,12 @@ __device__ __forceinline__ void tw_ha_attend(const TwAttn& a, const TwTensorMap*
             wgmma_wait_group<1>();
             wgmma_hold(scores);
             tw_ha_release(s.k_empty, ks);
+            if (TW_HA_ASKS) k_there = ks.is_full(s.k_full);
             softmax();
             wgmma_wait_group<0>();
             wgmma_hold(o), wgmma_hold(p);
             tw_ha_release(s.v_empty, vs);
+            if (TW_HA_ASKS) v_there = vs.is_full(s.v_full);
             tw_ha_round(p, scores);
         }
         tw_ha_rescale(o, r);
@@ -377,6 +384,7 @@ __device__ __forceinline__ void tw_ha_attend(const TwAttn& a, const TwTensorMap*
         }
         issue_out();
         issue_scores();
+        k_there = v_there = false;
         wgmma_wait_group<1>();
         wgmma_hold(o), wgmma_hold(p);
         tw_ha_release(s.v_empty, vs);

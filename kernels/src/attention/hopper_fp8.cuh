@@ -355,24 +355,27 @@ __device__ __forceinline__ void tw_h8_attend(const TwAttn& a, const TwFp8& f, co
     TwH8Probs p;
     TwH8Rows r;
     TwH8Keys k;
+    // Whether the next keys, and the values of `p`, were there when it was asked.
+    bool k_there = false, v_there = false;
     // Of the values of `p`: their scale, and what turns O, by row, into units of it.
     float v_scale = 1.0f, ratio[2] = {1.0f, 1.0f};
     qs.wait_full(s.q_full);
     if (s.queries[qs.at].more == 0) return;
     const u32 group = warpgroup_index();
     const auto issue_scores = [&] {
-        ks.wait_full(s.k_full);
+        ks.wait_full(s.k_full, k_there);
         k = s.keys[ks.at];
         tw_h8_issue_scores(scores, tw_smem + qs.at * TW_H8_SLOT, group, tw_smem + TW_H8_AT_K + ks.at * TW_H8_K_BYTES);
     };
     const auto issue_part = [&] {
-        vs.wait_full(s.v_full);
+        vs.wait_full(s.v_full, v_there);
         tw_h8_issue_part(part, p, tw_smem + TW_H8_AT_V + vs.at * TW_H8_V_BYTES);
     };
     const auto add = [&] {
         wgmma_wait_group<0>();
         wgmma_hold(part), wgmma_hold(p);
         tw_h8_release(s.v_empty, vs);
+        v_there = vs.is_full(s.v_full);
         tw_h8_add(o, part, ratio);
     };
     issue_scores();
@@ -381,7 +384,7 @@ __device__ __forceinline__ void tw_h8_attend(const TwAttn& a, const TwFp8& f, co
     tw_h8_release(s.k_empty, ks);
     for (u32 i = 0;; i++) {
         const u32 slot = qs.at;
-        const TwQueryTile& q = s.queries[slot];
+        const TwQueryTile q = s.queries[slot];
         const auto maxima = [&] {
             tw_ha_mask<TW_H8_N>(a, scores, q.at, k.pos, k.num);
             tw_h8_maxima(scores, r, k.k_scale);
@@ -410,6 +413,7 @@ __device__ __forceinline__ void tw_h8_attend(const TwAttn& a, const TwFp8& f, co
             wgmma_wait_group<1>();
             wgmma_hold(scores);
             tw_h8_release(s.k_empty, ks);
+            k_there = ks.is_full(s.k_full);
             maxima();
             tw_h8_exponentials(scores, r, k.k_scale);
             add();
@@ -427,6 +431,7 @@ __device__ __forceinline__ void tw_h8_attend(const TwAttn& a, const TwFp8& f, co
         }
         // The first S of the next queries is beside the end of these.
         issue_scores();
+        k_there = false;
         tw_h8_finish(a, o, r, q, v_scale, out, own);
         wgmma_wait_group<0>();
         wgmma_hold(scores);

@@ -39,6 +39,21 @@ __device__ __forceinline__ bool mbarrier_try_wait_parity(u64* bar, u32 parity) {
     return done != 0;
 }
 
+// The same, at once.
+__device__ __forceinline__ bool mbarrier_test_wait_parity(u64* bar, u32 parity) {
+    u32 done;
+    asm volatile(
+        "{\n"
+        ".reg .pred p;\n"
+        "mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+        "selp.u32 %0, 1, 0, p;\n"
+        "}"
+        : "=r"(done)
+        : "r"((u32)__cvta_generic_to_shared(bar)), "r"(parity)
+        : "memory");
+    return done != 0;
+}
+
 // Copies from global to shared memory; the bytes are counted at `bar`.
 __device__ __forceinline__ void bulk_load(void* shared, const void* global, u32 bytes, u64* bar) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(

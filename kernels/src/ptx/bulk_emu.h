@@ -25,6 +25,12 @@ __device__ __forceinline__ bool mbarrier_try_wait_parity(u64* bar, u32 parity) {
     return emu_mbar_done(bar, parity);
 }
 
+// The same, at once.
+__device__ __forceinline__ bool mbarrier_test_wait_parity(u64* bar, u32 parity) {
+    emu_point("mbarrier.test_wait", bar, 8);
+    return emu_mbar_done(bar, parity);
+}
+
 // From global to shared memory; its bytes arrive at `bar`.
 __device__ __forceinline__ void bulk_load(void* shared, const void* global, u32 bytes, u64* bar) {
     emu_bulk_load(shared, global, bytes, bar);

@@ -95,6 +95,15 @@ fn wide_heads(lib: &'static Lib) {
     check_on(lib, &c, &D128, one_block(1), 1);
 }
 
+/// The same, of several tiles of queries and of keys: warps ask for the next keys ahead there.
+fn wide_rows(lib: &'static Lib) {
+    let lib = load(lib.text().to_owned(), &D128);
+    let c = Case { out: Type::Bf16, heads: (1, 1), ..case(260, 500) };
+    for seed in 0..3 {
+        check_on(lib, &c, &D128, one_block(seed), seed);
+    }
+}
+
 /// Softcap, bias, dropout and a sink at once: two tiles of queries, several of keys.
 fn all_extras(lib: &'static Lib) {
     let c = Case { softcap: 2.0, bias: 2, drop: 0.2, sink: true, ..case(150, 210) };
@@ -112,8 +121,11 @@ fn of_parts(lib: &'static Lib) {
 /// What fails with a mutant must pass without.
 fn hopper_attention_scenarios() {
     let lib = base(SM90_ATTENTION.emu_text());
-    for f in [beginnings, long_rows, short_rows, two_tiles, masks, packed, nan, orders, wide_heads]
-    {
+    let all = [
+        beginnings, long_rows, short_rows, two_tiles, masks, packed, nan, orders, wide_heads,
+        wide_rows,
+    ];
+    for f in all {
         f(lib);
     }
     let lib = extra(SM90_ATTENTION.emu_text());
@@ -145,7 +157,10 @@ fn hopper_attention_order_mutants() {
 }
 
 fn hopper_attention_attend_mutants() {
-    killed(("attention/sm90_attention", "attend"), scenarios![long_rows, short_rows, wide_heads]);
+    killed(
+        ("attention/sm90_attention", "attend"),
+        scenarios![long_rows, short_rows, wide_heads, wide_rows],
+    );
 }
 
 fn hopper_attention_softmax_mutants() {
