@@ -47,8 +47,7 @@ fn specs_of(arch: &str, core: bool, dtype: DType, heads: &[(usize, usize)]) -> V
     };
     // Plans of one product need one or two of the many variants, each of which takes seconds.
     let mut others = vec![SM80_ATTENTION, PLAIN_ATTENTION, SM90_ATTENTION, SM90_ATTENTION_BWD];
-    // No model asks for gradients by one kernel, for gates, for few queries over many keys, or for
-    // FP8.
+    // No model asks for gradients by one kernel, for few queries over many keys, or for FP8.
     others.extend([SM90_ATTENTION_GRADS, SM90_ATTENTION_GATED, SM80_ATTENTION_SPLIT]);
     others.push(SM90_ATTENTION_FP8);
     others.extend([HOPPER_GEMM, HOPPER_SUM_PARTS]);
@@ -101,10 +100,11 @@ mod tests {
         let core = specs_of("sm_90a", true, DType::BF16, &[(64, 64), (20, 20)]);
         let num = |s: &Source| core.iter().filter(|c| c.name == s.name).count();
         assert_eq!((num(&SM90_ATTENTION), num(&SM90_ATTENTION_BWD), num(&HOPPER_GEMM)), (1, 1, 0));
+        assert_eq!(num(&SM90_ATTENTION_GATED), 1);
         let grouped = Variant::all_grouped();
         let wanted = grouped.iter().filter(|v| !v.f16 && EXPERTS.contains(&v.epilogue)).count();
         assert!(wanted > 0 && num(&HOPPER_GROUPED_GEMM) == wanted, "{wanted}");
-        assert_eq!(core.len(), specs.len() + wanted + 2);
+        assert_eq!(core.len(), specs.len() + wanted + 3);
         assert_eq!(compile_ahead(&Device::Host, DType::BF16, &[(64, 64)]).unwrap(), 0);
     }
 }

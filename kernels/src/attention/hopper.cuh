@@ -65,7 +65,7 @@ enum : u32 {
     // Readers of a stage.
     TW_HA_WARPS = 8,
     // Whether warps ask for the next tile before they need it: with heads of 64 it costs 1 %, with
-    // others it gains 2 to 17 % (docs/lab/attention.md).
+    // others it gains 2 to 4 % (docs/lab/attention.md).
     TW_HA_ASKS = TW_ATTN_DQK > 64,
 };
 static_assert(TW_HA_D % 64 == 0 && TW_HA_DV % 64 == 0 && TW_HA_DV <= TW_HA_D, "whole pieces; the output leaves through the slot of its queries");

@@ -256,10 +256,10 @@ def cp_attention(
         dropout_p, seed: dropout of the probabilities; the mask follows from global rows and the
             seed, so it is the same on any number of ranks. Each seed is a plan of its own.
         strategy: "get", "ring", "all_gather", "all_to_all" or "hybrid". Default: what is predicted
-            fastest, which is "gated" where that fits. "gated" is "all_gather" whose forward pass is
-            one kernel, which waits for each rank's keys where it meets them: on sm_90a, of 16-bit
-            inputs, at most 32 ranks with a GPU each; refused elsewhere on GPUs. On the CPU it is
-            "all_gather".
+            fastest, which is "gated" where that fits and no two ranks share a GPU. "gated" is
+            "all_gather" whose forward pass is one kernel, which waits for each rank's keys where it
+            meets them: on sm_90a, of 16-bit inputs and heads of 64, 128, 256, or 192 with values of
+            128, at most 32 ranks; refused elsewhere on GPUs. On the CPU it is "all_gather".
         a2a_size: ranks of a group in which "hybrid" scatters heads.
         layout: "zigzag_per_sequence" (each sequence in 2 P chunks, of which rank r holds r and
             2 P - 1 - r, as TransformerEngine and Megatron divide), "zigzag" (the same of all rows

@@ -115,8 +115,10 @@ pub struct CpConfig {
     /// ([`AttnBackend::Hopper`](crate::attention::AttnBackend)), at most 32 ranks, and q, k, v and
     /// out that begin at multiples of 16 bytes. The host has one algorithm anyway.
     ///
-    /// A plan without a configuration takes it where all of this is so, no two ranks share a
-    /// device, and keys travel by puts in their own type.
+    /// A plan without a configuration takes it where there is a kernel, the world has no more ranks
+    /// than there are devices and none of the team share one, and keys travel by puts in their own
+    /// type. It then refuses tensors that begin elsewhere: `CpConfig::of(Strategy::AllGather)` takes
+    /// any output of the forward pass. Launches of a heap with gates come from one thread at a time.
     #[serde(default)]
     pub gated: bool,
     /// Another order than that of arrival needs gates.

@@ -119,7 +119,7 @@ pub(super) fn explain(d: &CpAttentionDesc, size: usize, m: &Machine, gates: bool
             _ => compute.max(wire) + 2.0 * latency,
         };
         let memory = buffer_bytes(d, size, Some(config)).iter().sum();
-        let merge = if sizes.begins_at_once() { merge } else { 0.0 };
+        let merge = if sizes.begins_at_once() && fwd_bytes > 0 { merge } else { 0.0 };
         let of = |config, predicted_us| CpCandidate { config, fwd_bytes, predicted_us, memory };
         candidates.push(of(config, predicted_us + merge));
         if gates && strategy == Strategy::AllGather {

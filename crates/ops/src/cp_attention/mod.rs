@@ -20,8 +20,8 @@
 //!
 //! The host and devices carry out the same transfers (`transfers.rs`) of the same rows
 //! (`pieces.rs`, `puts.rs`); only the arithmetic differs. The host's running maximum, sum and
-//! accumulator stay f32 over all keys; devices merge f32 results over own keys and over the other
-//! ranks' keys, where a rank needs any.
+//! accumulator stay f32 over all keys, and so do those of the kernel with gates; without gates
+//! devices merge f32 results over own keys and over the other ranks' keys, where a rank needs any.
 //! Backward: keys and values travel once more. The owner of a row gets the partial dK and dV of the
 //! ranks whose queries see it, in f32, and adds them in rank order, so that equal inputs give equal
 //! bits. Where K and V travel as e4m3 (`kv_wire`), every rank computes with the quantised values,
@@ -30,7 +30,10 @@
 //! # Where
 //! | | |
 //! |---|---|
-//! | kernel | `kernels/src/attention/sm80_attention.cu` |
+//! | kernel | `kernels/src/attention/sm90_attention_gated.cu` |
+//! |  | `kernels/src/attention/sm90_attention.cu` |
+//! |  | `kernels/src/attention/sm90_attention_bwd.cu` |
+//! |  | `kernels/src/attention/sm80_attention.cu` |
 //! |  | `kernels/src/attention/plain_attention.cu` |
 //! |  | `kernels/src/collective/sm80_reduce.cu` |
 //! |  | `kernels/src/quant/sm80_quant.cu` |

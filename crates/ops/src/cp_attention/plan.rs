@@ -44,6 +44,8 @@ pub struct CpAttentionPlan {
     buffers: [SymBuf; 4],
     signals: Arc<Signals>,
     used: OnceLock<CpConfig>,
+    /// Whether gates were a candidate, as all ranks agreed.
+    gates: OnceLock<bool>,
     /// On a heap in device memory, made by `prepare`.
     cuda: OnceLock<Used>,
     backend: CollectiveBackend,
@@ -77,8 +79,8 @@ impl CpAttentionPlan {
     /// description's sequences, and takes the one that is faster for the slowest rank. Meanwhile it
     /// takes the memory of both, and that of the tensors. It uses puts on the host, where NCCL is
     /// not there, and for plans that NCCL cannot carry out. Bits of results may then differ from
-    /// run to run: by puts the results over own keys and over the other keys that are needed are
-    /// merged, by NCCL there is one part.
+    /// run to run: by puts without gates the results over own keys and over the other keys that are
+    /// needed are merged, by NCCL there is one part, and no gates.
     ///
     /// # Errors
     /// As [`CpAttentionPlan::new`]; `Unsupported` for NCCL on a heap of the host or for a plan that
@@ -120,8 +122,8 @@ impl CpAttentionPlan {
         let choice = config.map_or("auto".to_owned(), |c| c.to_string());
         let core = PlanCore::new(OP, heap, format_args!("{choice} {desc} {backend}"))?
             .using(&buffers, [&signals]);
-        let (cuda, schedules) = (OnceLock::new(), Schedules::default());
-        Ok(Self { desc, core, buffers, signals, used, cuda, backend, schedules })
+        let (gates, cuda, schedules) = Default::default();
+        Ok(Self { desc, core, buffers, signals, used, gates, cuda, backend, schedules })
     }
 
     /// Returns the description.
@@ -161,6 +163,7 @@ impl CpAttentionPlan {
         let team = self.core.team();
         // A candidate of all ranks or of none.
         let gates = team.agree(self.may_gate()).map_err(|e| e.op(OP))?;
+        self.gates.get_or_init(|| gates);
         let list = self.candidates(gates).candidates;
         let costs: Vec<_> = list.iter().map(|c| (c.config, c.predicted_us)).collect();
         let chosen = fastest(team, &costs).map_err(|e| e.op(OP))?;
@@ -171,16 +174,17 @@ impl CpAttentionPlan {
     /// Returns whether `prepare` may choose tiles that wait for their keys, as far as this rank
     /// knows. A driver that cannot say so now says why when kernels are made.
     fn may_gate(&self) -> bool {
-        let (heap, size) = (self.core.heap(), self.core.team().size());
+        let (heap, team) = (self.core.heap(), self.core.team());
         let puts = at_first(heap, self.backend) == CollectiveBackend::Put;
         let lane = self.core.lane().filter(|_| puts);
-        lane.is_some_and(|l| device::may_gate(l, &self.desc, size).unwrap_or(false))
+        let ranks = (team.size(), team.world_size());
+        lane.is_some_and(|l| device::may_gate(l, &self.desc, ranks).unwrap_or(false))
     }
 
     /// Returns the candidates that this heap has.
     fn candidates(&self, gates: bool) -> CpExplain {
         let (heap, size) = (self.core.heap(), self.core.team().size());
-        let rates = Machine::of(&heap.device(), self.desc.attn.dtype).unwrap_or_default();
+        let rates = Machine::of(&heap.device(), self.desc.attn.widened()).unwrap_or_default();
         let mut e = explain(&self.desc, size, &rates, gates);
         if self.core.lane().is_some() {
             e.candidates.retain(|c| device::may_choose(c.config.strategy));
@@ -223,7 +227,7 @@ impl CpAttentionPlan {
     /// Returns candidates with their predicted times.
     pub fn explain(&self) -> CpExplain {
         let used = self.used.get();
-        let gates = self.may_gate() || used.is_some_and(|c| c.gated);
+        let gates = self.gates.get().copied().unwrap_or_else(|| self.may_gate());
         let mut e = self.candidates(gates);
         e.chosen = used.copied().unwrap_or(e.chosen);
         e.what += &self.cuda.get().map_or(String::new(), Used::explain);

@@ -33,7 +33,7 @@ const RUNS: [(&str, usize, &str); 31] = [
     ("documents::documents_are_right_where_tiles_wait_for_their_keys", 3, ""),
     ("documents::rows_have_the_same_bits_on_any_number_of_ranks", 2, ""),
     (CHOOSES, 2, ""),
-    ("documents::keys_leave_a_rank_whose_tiles_hold_all_multiprocessors", 2, ""),
+    ("documents::keys_leave_a_rank_whose_tiles_wait_on_its_multiprocessors", 2, ""),
     ("replays_with_changed_inputs_equal_eager_launches", 3, "0-4"),
     ("replays_with_changed_inputs_equal_eager_launches", 3, "14-15"),
     ("replays_with_changed_inputs_equal_eager_launches", 2, "40-40"),

@@ -4,6 +4,7 @@ use tilewire_core::{DType, Error, ErrorKind, Result};
 use tilewire_device::cuda::{CudaContext, CudaModule, Grid, Kernel};
 use tilewire_kernels::Source;
 use tilewire_kernels::attention::hopper::{SM90_ATTENTION, SM90_ATTENTION_BWD};
+use tilewire_kernels::attention::hopper_gates::{HopperGated, SM90_ATTENTION_GATED};
 use tilewire_kernels::attention::{
     PLAIN_ATTENTION, PLAIN_ROWS, Plain, SM80_ATTENTION, Tile, Variant,
 };
@@ -103,7 +104,9 @@ pub(crate) fn units(
     };
     let mut all = vec![portable];
     if core && hopper::unfit(&d).is_none() {
-        all.push((SM90_ATTENTION, hopper::variant(&d).defines()));
+        let base = hopper::variant(&d);
+        all.push((SM90_ATTENTION, base.defines()));
+        all.push((SM90_ATTENTION_GATED, HopperGated { base, whole: false }.defines()));
     }
     if core && hopper_grad::unfit(&d).is_none() {
         all.push((SM90_ATTENTION_BWD, hopper_grad::variant(&d).defines()));

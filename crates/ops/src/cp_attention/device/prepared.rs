@@ -2,7 +2,7 @@
 
 use tilewire_core::{DType, Result};
 use tilewire_device::Stream;
-use tilewire_device::cuda::{CudaContext, CudaMemory};
+use tilewire_device::cuda::{CudaContext, CudaMemory, device_count};
 
 use super::fp8::Fp8;
 use super::nccl::Exchange;
@@ -96,18 +96,20 @@ pub(in crate::cp_attention) fn check_aligned(
 }
 
 /// Returns whether `prepare` may choose a forward pass whose tiles wait for their keys, as far as
-/// this rank knows: there is a kernel, keys travel in their own type, and no other rank of the team
-/// is on my device.
+/// this rank knows: there is a kernel, keys travel in their own type, no other rank of the team is
+/// on my device, and the world has no more ranks than there are devices, so that no other team's
+/// need be. `size` and `world`: the ranks of both.
 ///
 /// # Errors
 /// What the driver reports.
 pub(in crate::cp_attention) fn may_gate(
     lane: &Lane,
     d: &CpAttentionDesc,
-    size: usize,
+    (size, world): (usize, usize),
 ) -> Result<bool> {
     let ctx = lane.context();
-    if size == 1 || d.kv_wire().1 || ctx.num_sms()? != lane.here().num_sms()? {
+    let shares = ctx.num_sms()? != lane.here().num_sms()? || world > device_count()? as usize;
+    if size == 1 || d.kv_wire().1 || shares {
         return Ok(false);
     }
     Ok(Gated::lacks(ctx, &d.attn, AttnBackend::Auto, size)?.is_none())
