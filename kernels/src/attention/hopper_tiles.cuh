@@ -47,8 +47,8 @@ template <u32 NUM> struct TwRing {
     __device__ __forceinline__ void advance() {
         if (++at == NUM) at = 0, parity ^= 1;
     }
-    // Whether the place is full, without a wait. Asked for some time before it is needed, this hides
-    // the latency of the answer, some 40 clocks in which a warp could not issue a product.
+    // Whether the place is full, without a wait. Asked for some time before it is needed, this
+    // hides the latency of the answer, some 40 clocks in which a warp could not issue a product.
     __device__ __forceinline__ bool is_full(u64* full) const { return mbarrier_test_wait_parity(full + at, parity); }
 
     // Waits, unless `is_full` has said of this place that it is `there`.

@@ -117,8 +117,9 @@ pub struct CpConfig {
     ///
     /// A plan without a configuration takes it where there is a kernel, the world has no more ranks
     /// than there are devices and none of the team share one, and keys travel by puts in their own
-    /// type. It then refuses tensors that begin elsewhere: `CpConfig::of(Strategy::AllGather)` takes
-    /// any output of the forward pass. Launches of a heap with gates come from one thread at a time.
+    /// type. It then refuses tensors that begin elsewhere: `CpConfig::of(Strategy::AllGather)`
+    /// takes any output of the forward pass. Launches of a heap with gates come from one thread at
+    /// a time.
     #[serde(default)]
     pub gated: bool,
     /// Another order than that of arrival needs gates.

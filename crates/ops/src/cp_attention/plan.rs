@@ -44,7 +44,7 @@ pub struct CpAttentionPlan {
     buffers: [SymBuf; 4],
     signals: Arc<Signals>,
     used: OnceLock<CpConfig>,
-    /// Whether gates were a candidate, as all ranks agreed.
+    /// True if gates were a candidate, as all ranks agreed.
     gates: OnceLock<bool>,
     /// On a heap in device memory, made by `prepare`.
     cuda: OnceLock<Used>,

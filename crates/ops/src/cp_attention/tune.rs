@@ -37,7 +37,7 @@ pub(super) struct Tuner<'a> {
     pub desc: &'a CpAttentionDesc,
     pub core: &'a PlanCore,
     pub backend: CollectiveBackend,
-    /// Whether the caller asked for gates.
+    /// True if the caller asked for gates.
     pub asked: bool,
     pub at: (&'a Lane, &'a Stream),
     pub launch: &'a Queue<'a>,
