@@ -2,8 +2,9 @@
 """What torch's fused operations of symmetric memory make of comm+GEMM shapes: a line of JSON each.
 
 Takes the number of ranks, and shapes as `ag_gemm|gemm_rs,M,N,K`: columns and contraction of one
-rank. Each rank is a process with a GPU of its own; medians of 20 after a warm-up, of the slowest
-rank; random inputs, bf16. NVLink multicast must be off (run.sh sees to it).
+rank. Each rank is a process with a GPU of its own; medians of 9 samples after a warm-up, each of
+launches that follow each other for 10 ms, as `tilewire bench` times ours, of the slowest rank;
+random inputs, bf16. NVLink multicast must be off (run.sh sees to it).
 """
 
 import json
@@ -11,26 +12,29 @@ import os
 import sys
 from statistics import median
 
-RUNS, WARM = 20, 5
+SAMPLES, SAMPLE_US, WARM = 9, 10e3, 5
+
+
+def sample_us(torch, launch, num):
+    """The slowest rank's time of one of `num` launches behind each other."""
+    torch.cuda.synchronize()
+    torch.distributed.barrier()
+    a, b = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    a.record()
+    for _ in range(num):
+        launch()
+    b.record()
+    torch.cuda.synchronize()
+    slowest = torch.tensor([a.elapsed_time(b) * 1e3 / num], device="cuda")
+    torch.distributed.all_reduce(slowest, op=torch.distributed.ReduceOp.MAX)
+    return slowest.item()
 
 
 def time_us(torch, launch):
-    """The median over runs of the slowest rank's time."""
-    for _ in range(WARM):
-        launch()
-    times = []
-    for _ in range(RUNS):
-        torch.cuda.synchronize()
-        torch.distributed.barrier()
-        a, b = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        a.record()
-        launch()
-        b.record()
-        torch.cuda.synchronize()
-        slowest = torch.tensor([a.elapsed_time(b) * 1e3], device="cuda")
-        torch.distributed.all_reduce(slowest, op=torch.distributed.ReduceOp.MAX)
-        times.append(slowest.item())
-    return median(times)
+    """The median over samples. All ranks have the same number of launches in each."""
+    once = sample_us(torch, launch, WARM)
+    num = max(1, round(SAMPLE_US / once))
+    return median(sample_us(torch, launch, num) for _ in range(SAMPLES))
 
 
 def run(rank, ranks, port, shapes):
