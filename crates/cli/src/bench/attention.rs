@@ -246,7 +246,7 @@ impl Bench<'_> {
         let (mut rows, mut shared) = (Vec::new(), None);
         let h = Heads::of(self.o.backend);
         let trades = h.q.is_multiple_of(size) && h.kv.is_multiple_of(size);
-        for strategy in [Strategy::Get, Strategy::AllGather, Strategy::AllToAll] {
+        for strategy in [Strategy::Get, Strategy::Ring, Strategy::AllGather, Strategy::AllToAll] {
             if strategy == Strategy::AllToAll && !trades {
                 continue;
             }

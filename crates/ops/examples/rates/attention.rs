@@ -1,8 +1,8 @@
 //! Times of attention on CUDA device 0, bf16, random inputs: causal, full and windowed masks,
 //! several head dimensions, packed documents, softcap, bias and dropout. One JSON object a line,
 //! both passes by each backend that the device has, and where there are such kernels gradients by
-//! one (`hopper fused`) and the forward pass of the same numbers as e4m3 (`hopper fp8`); rates
-//! count the pairs that the mask shows.
+//! one (`hopper fused`) and the forward pass of the same numbers as e4m3 by FP8 products (`hopper
+//! fp8`) and widened (`auto fp8`); rates count the pairs that the mask shows.
 //!
 //! `cargo run --release -p tilewire-ops --example rates attention [SEQ ...] [dDIM] [PASS]`, for
 //! causal masks of those lengths alone, heads of DIM columns, the pass `forward` or `backward`.
@@ -118,10 +118,11 @@ impl Case {
 /// Heads that there are FP8 products for.
 const FP8_DIM: usize = 128;
 
-fn fp8_plan(case: &Case) -> Result<AttentionPlan> {
+fn fp8_plans(case: &Case) -> Result<[(&'static str, AttentionPlan); 2]> {
     let (dtype, scales) = (DType::F8E4M3, HeadScales::Block128);
     let desc = AttentionDesc { dtype, scales, ..case.desc()? };
-    AttentionPlan::with_backend(desc, None, AttnBackend::Hopper)
+    let of = |by| AttentionPlan::with_backend(desc.clone(), None, by);
+    Ok([("hopper fp8", of(AttnBackend::Hopper)?), ("auto fp8", of(AttnBackend::Auto)?)])
 }
 
 /// The same numbers as e4m3, with a scale for 128 rows of a head.
@@ -170,7 +171,7 @@ fn bench(ctx: &CudaContext, case: &Case, pass: Option<&str>) -> Result<()> {
     let (out, lse) = (like(heads.0)?, empty(DType::F32, Shape::d2(heads.0, seq))?);
     let grads = AttnGrads::new(like(heads.0)?, like(heads.1)?, like(heads.1)?);
     let coded = match FP8_DIM == dim && case.extra.is_empty() {
-        true => Some((fp8_plan(case)?, fp8_inputs(&stream, &x)?)),
+        true => Some((fp8_plans(case)?, fp8_inputs(&stream, &x)?)),
         false => None,
     };
     let fwd = |plan: &AttentionPlan, x: &AttnInputs| {
@@ -201,12 +202,12 @@ fn bench(ctx: &CudaContext, case: &Case, pass: Option<&str>) -> Result<()> {
             turns.push(Turn::new("hopper unordered", "backward", Box::new(|| bwd(&unordered))));
         }
     }
-    if let Some((plan, x)) = &coded {
+    for (name, plan, x) in coded.iter().flat_map(|(p, x)| p.iter().map(move |(n, p)| (*n, p, x))) {
         match plan.prepare(&stream) {
             Err(e) if e.is_unsupported() => {}
             r => {
                 r?;
-                turns.push(Turn::new("hopper fp8", "forward", Box::new(|| fwd(plan, x))));
+                turns.push(Turn::new(name, "forward", Box::new(move || fwd(plan, x))));
             }
         }
     }
