@@ -243,7 +243,7 @@ const VALUES: &[Valued] = &[
         off.field("backend") == "host" && on.err.contains("nvshmem")
     }),
     valued(&["--op", "all_gather"], ALL, 0, |off, on| {
-        off.lines().len() == 53 && on.lines().len() == 1 && on.field("op") == "all_gather"
+        off.lines().len() == 55 && on.lines().len() == 1 && on.field("op") == "all_gather"
     }),
     valued(&["--ranks", "3"], TIMED, 0, |off, on| {
         off.field("ranks") == 2 && on.field("ranks") == 3
