@@ -19,7 +19,7 @@ fn every_operation_is_timed_and_right() {
     let small =
         ["--tokens", "9", "--hidden", "16", "--experts", "6", "--top-k", "2", "--align", "2"];
     // On three ranks no strategy trades heads.
-    for (ranks, num) in [("1", 53), ("2", 53), ("3", 51)] {
+    for (ranks, num) in [("1", 55), ("2", 55), ("3", 53)] {
         let o = bench(&[&small[..], &["--ranks", ranks, "--json"]].concat());
         assert!(o.status.success(), "{}", String::from_utf8_lossy(&o.stderr));
         let rows: Vec<serde_json::Value> =
@@ -119,14 +119,14 @@ fn forms_and_comparison() {
 /// FP8 products leave in bf16. What cannot add FP8 is left out, unless it is asked for.
 #[test]
 fn every_element_type_can_be_timed() {
-    for (dtype, ops) in [("f16", 41), ("bf16", 53), ("f8e4m3", 5), ("f8e5m2", 5)] {
+    for (dtype, ops) in [("f16", 43), ("bf16", 55), ("f8e4m3", 5), ("f8e5m2", 5)] {
         let sizes = ["--tokens", "9", "--hidden", "16"];
         let given = if ops > 5 { &sizes[..] } else { &[] };
         let o = bench(&[&["--dtype", dtype, "--json"], given].concat());
         let said = String::from_utf8_lossy(&o.stderr).into_owned();
         assert!(o.status.success(), "{dtype}: {said}");
         assert_eq!(text(&o).lines().count(), ops, "{dtype}: {said}");
-        assert_eq!(said.contains("left out"), ops < 53, "{dtype}: {said}");
+        assert_eq!(said.contains("left out"), ops < 55, "{dtype}: {said}");
     }
     let o = bench(&["--dtype", "f8e4m3", "--op", "all_reduce,ag_gemm"]);
     let said = String::from_utf8_lossy(&o.stderr).into_owned();
@@ -185,12 +185,12 @@ fn ranks_that_share_a_device_are_timed_by_two_programs_in_turn() {
     };
     let small = "--m 24 --n 8 --tokens 9 --hidden 16 --iters 2 --warmup 0";
     let sizes: Vec<&str> = std::iter::once("--").chain(small.split(' ')).collect();
-    // On three ranks no strategy of cp_attention trades heads: two strategies, both ways.
+    // On three ranks no strategy of cp_attention trades heads: three strategies, both ways.
     let alone = shared(&[&["--json", "--rounds", "2", "--ranks", "2,3"], &sizes[..]].concat());
     let said = String::from_utf8_lossy(&alone.stderr).into_owned();
     assert_eq!(alone.status.code(), Some(0), "{said}");
     let all = rows(&alone);
-    assert_eq!(all.len(), (8 + 6) + (8 + 4), "{}", text(&alone));
+    assert_eq!(all.len(), (8 + 8) + (8 + 6), "{}", text(&alone));
     for r in &all {
         let rounds = r["us"].as_array().unwrap();
         let mean = rounds.iter().map(|v| v.as_f64().unwrap()).sum::<f64>() / 2.0;
