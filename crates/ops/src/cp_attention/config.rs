@@ -116,8 +116,8 @@ pub struct CpConfig {
     /// out that begin at multiples of 16 bytes. The host has one algorithm anyway.
     ///
     /// A plan without a configuration takes it where there is a kernel, the world has no more ranks
-    /// than there are devices and none of the team share one, and keys travel by puts in their own
-    /// type. It then refuses tensors that begin elsewhere: `CpConfig::of(Strategy::AllGather)`
+    /// than a process sees devices and none of the team share one, and keys travel by puts in their
+    /// own type. It then refuses tensors that begin elsewhere: `CpConfig::of(Strategy::AllGather)`
     /// takes any output of the forward pass. Launches of a heap with gates come from one thread at
     /// a time.
     #[serde(default)]
