@@ -1,14 +1,16 @@
 // The forward pass for sm_90a: products by wgmma, loads and stores by tensor maps.
 //
-// A block has 12 warps and a multiprocessor for itself. Its tile is TW_HA_M queries of one head.
-// Warpgroups 0 and 1 attend for 64 rows each; of warpgroup 2 one thread loads. A tile of queries is
-// multiplied with one tile of TW_HA_N keys after the other.
+// A block has a multiprocessor for itself. Its tile is TW_HA_M queries of one head. The first
+// TW_HA_GROUPS warpgroups, two or three, attend for 64 rows each; of the last one thread loads. A
+// tile of queries is multiplied with one tile of TW_HA_N keys after the other. Three warpgroups
+// hide more of the latency of the softmax, and have 160 registers a thread for an output, scores
+// and probabilities, which is enough for heads of 64.
 //
 // Shared memory: two slots of queries, rings of TW_HA_STAGES tiles of keys and as many of values.
 // Each slot and stage has two barriers:
 //   full    completes when the bytes are there: one arrival, by the loader, which announces them
 //           and publishes what it has written beside: which queries, which keys.
-//   empty   completes when its eight readers, the multiplying warps, are through with it.
+//   empty   completes when its readers, the multiplying warps, are through with it.
 // A warp is through when wgmma_wait_group has returned: the reads of wgmma are complete then. Its
 // output leaves through its own rows of the slot of its queries, which it gives back one tile
 // later, so that nobody waits for the store.
@@ -45,7 +47,7 @@
 enum : u32 {
     TW_HA_D = TW_ATTN_DQK,
     TW_HA_DV = TW_ATTN_DV,
-    TW_HA_THREADS = 384,
+    TW_HA_THREADS = 128 * (TW_HA_GROUPS + 1),
     // Pieces of 64 columns, whose 128 bytes the maps' swizzle permutes.
     TW_HA_Q_PIECE = TW_HA_M * 128,
     TW_HA_K_PIECE = TW_HA_N * 128,
@@ -59,11 +61,12 @@ enum : u32 {
     TW_HA_AT_WATCH = TW_HA_AT_STATE + TW_HA_STATE_BYTES,
     TW_HA_BYTES = TW_HA_AT_WATCH + TW_HA_WATCH_BYTES,
     // Registers of a thread that loads, and of one that multiplies. All warps together must not
-    // hold more than they begin with, 384 x 168: 128 x 40 + 256 x 232 is that.
-    TW_HA_LOAD_REGISTERS = 40,
-    TW_HA_MULTIPLY_REGISTERS = 232,
+    // hold more than they begin with: 384 x 168, of which 128 x 40 + 256 x 232 is that, and 512 x
+    // 128, of which 128 x 32 + 384 x 160 is.
+    TW_HA_LOAD_REGISTERS = TW_HA_GROUPS == 2 ? 40 : 32,
+    TW_HA_MULTIPLY_REGISTERS = TW_HA_GROUPS == 2 ? 232 : 160,
     // Readers of a stage.
-    TW_HA_WARPS = 8,
+    TW_HA_WARPS = 4 * TW_HA_GROUPS,
     // Whether warps ask for the next tile before they need it: with heads of 64 it costs 1 %, with
     // others it gains 2 to 4 % (docs/lab/attention.md).
     TW_HA_ASKS = TW_ATTN_DQK > 64,
@@ -194,7 +197,7 @@ __device__ __forceinline__ void tw_ha_load_tiles(const TwAttn& a, const TwAttnOr
 
 // ---- A multiplying warpgroup.
 
-// A lane's sums: of rows 16 w + lane / 4 (half 0) and 8 more (half 1) of warp w of eight, columns
+// A lane's sums: of rows 16 w + lane / 4 (half 0) and 8 more (half 1) of warp w, columns
 // 8 j + 2 (lane % 4) and the next, which are elements 4 j + 2 half and the next.
 typedef float TwHaScores[TW_HA_N / 2];
 typedef float TwHaOut[TW_HA_DV / 2];
@@ -242,13 +245,11 @@ __device__ __forceinline__ void tw_ha_drop(const TwAttn& a, TwHaScores& p, const
 
 // Turns products into unnormalised probabilities.
 __device__ __forceinline__ void tw_ha_softmax(TwHaScores& s, TwHaRows& r, float factor) {
+    const bool not_negative = tw_ha_not_negative(r.max);
 #pragma unroll
     for (u32 half = 0; half < 2; half++) {
         const float old = r.max[half];
-        float top = old;
-#pragma unroll
-        for (u32 j = 2 * half; j < TW_HA_N / 2; j += 4) top = fmaxf(top, fmaxf(s[j], s[j + 1]));
-        top = tw_quad_max(top);
+        const float top = tw_quad_max(tw_ha_top<TW_HA_N>(s, half, old, not_negative));
         // No key is visible yet: -inf minus -inf would be NaN.
         const float base = top == -TW_INF ? 0.0f : top * factor;
         // Not fused: it is 1 where the maximum stays, at every one of many tiles.
@@ -412,10 +413,10 @@ __device__ __forceinline__ void tw_ha_forward(const TwAttn& a, const TwAttnOrder
         fence_mbarrier_init_release_cluster();
     }
     __syncthreads();
-    if (threadIdx.x / 128 == 2) {
+    if (threadIdx.x / 128 == TW_HA_GROUPS) {
         setmaxnreg_dec<TW_HA_LOAD_REGISTERS>();
-        if (threadIdx.x / 32 == 9) source.watch();
-        else if (threadIdx.x / 32 == 8 && elect_sync()) tw_ha_load_tiles(a, order, q, source);
+        if (threadIdx.x / 32 == TW_HA_WARPS + 1) source.watch();
+        else if (threadIdx.x / 32 == TW_HA_WARPS && elect_sync()) tw_ha_load_tiles(a, order, q, source);
         return;
     }
     setmaxnreg_inc<TW_HA_MULTIPLY_REGISTERS>();

@@ -17,10 +17,12 @@ pub const SM90_ATTENTION_BWD: Source = Source {
     kernels: &["tw_attn_table", "tw_attn_delta", "tw_hopper_attn_dq"],
 };
 
-/// Own rows of a tile: queries, or keys where dk and dv are made.
-pub const TILE_M: usize = 128;
-/// Threads of a block.
-pub const THREADS: u32 = 384;
+/// Rows of a tile for each warpgroup that multiplies.
+pub const GROUP_ROWS: usize = 64;
+/// Own rows of a tile of two warpgroups: queries, or keys where dk and dv are made.
+pub const TILE_M: usize = 2 * GROUP_ROWS;
+/// Threads of a block with two warpgroups that multiply.
+pub const THREADS: u32 = threads(2);
 /// Rows of the boxes by which the output is stored.
 pub const STORE_ROWS: usize = 16;
 /// Columns of a box, whose 128 bytes are what the swizzle permutes.
@@ -29,6 +31,21 @@ pub const BOX_COLS: usize = 64;
 pub const FEW: usize = 4;
 /// Barriers, and what the loader tells the others, in bytes.
 const STATE_BYTES: usize = 1024;
+
+/// Returns the threads of a block: warpgroups that multiply, and one of which a thread loads.
+pub(super) const fn threads(groups: usize) -> u32 {
+    128 * (groups as u32 + 1)
+}
+
+/// Returns the dynamic shared memory of a forward pass in bytes: two tiles of `rows` queries,
+/// stages of keys and values, barriers.
+pub(super) const fn forward_bytes(
+    rows: usize,
+    (stages, keys): (usize, usize),
+    (dqk, dv): (usize, usize),
+) -> u32 {
+    (2 * rows * dqk * 2 + stages * keys * (dqk + dv) * 2 + STATE_BYTES) as u32
+}
 
 /// Types (f16 in place of bf16), without and with extras.
 const BOTH: [(bool, bool); 4] = [(false, false), (true, false), (false, true), (true, true)];
@@ -56,13 +73,29 @@ impl HopperVariant {
         Self::DIMS.into_iter().flat_map(of).collect()
     }
 
+    /// Warpgroups that multiply: three where their registers, 160 a thread, hold an output and
+    /// scores that are under way together, else two.
+    pub fn groups(&self) -> usize {
+        if self.dqk == 64 { 3 } else { 2 }
+    }
+
+    /// Queries of a tile.
+    pub fn rows(&self) -> usize {
+        GROUP_ROWS * self.groups()
+    }
+
+    /// Threads of a block.
+    pub fn threads(&self) -> u32 {
+        threads(self.groups())
+    }
+
     /// Keys of a tile: as many as shared memory and registers hold.
     pub fn keys(&self) -> usize {
         match (self.dqk, self.extra) {
             (256, _) => 48,
             (192, _) => 96,
-            (128, true) => 128,
-            _ => 160,
+            (128, false) => 160,
+            _ => 128,
         }
     }
 
@@ -71,10 +104,9 @@ impl HopperVariant {
         if self.dqk > 64 { 2 } else { 3 }
     }
 
-    /// Dynamic shared memory in bytes: two tiles of queries, stages of keys and values, barriers.
+    /// Dynamic shared memory in bytes.
     pub fn shared_bytes(&self) -> u32 {
-        let stages = self.stages() * self.keys() * (self.dqk + self.dv) * 2;
-        (2 * TILE_M * self.dqk * 2 + stages + STATE_BYTES) as u32
+        forward_bytes(self.rows(), (self.stages(), self.keys()), (self.dqk, self.dv))
     }
 
     /// Definitions for the compiler.
@@ -85,6 +117,7 @@ impl HopperVariant {
             ("TW_ATTN_DV", self.dv as u64),
             ("TW_HA_N", self.keys() as u64),
             ("TW_HA_STAGES", self.stages() as u64),
+            ("TW_HA_GROUPS", self.groups() as u64),
             ("TW_ATTN_EXTRA", u64::from(self.extra)),
         ];
         pairs.map(|(name, value)| (name.to_owned(), value)).to_vec()

@@ -1,7 +1,12 @@
 // The forward pass of e4m3 for sm_90a: products of FP8 by wgmma, loads and stores by tensor maps.
 //
-// Blocks, warps, slots, stages, barriers and the order of tiles are those of hopper.cuh. What is
-// different:
+// Slots, stages, barriers and the order of tiles are those of hopper.cuh. What is different:
+//
+// Warps. A block has 16: one loads, and three warpgroups multiply, 64 queries each, in 160 registers
+// a thread. They hold O and either S or P V, so a warpgroup has one product under way at a time, and
+// waits for it; the two others compute meanwhile. With two warpgroups of 232 registers, which had S'
+// and P V under way together, a scheduler had two warps, too few to hide the latency of the
+// softmax (docs/lab/attention.md).
 //
 // Scales. A scale belongs to TW_H8_N rows of a tensor and a head: `value = code * scale`. A tile of
 // keys lies within the rows of one scale, so that its scores have one factor for a row of queries,
@@ -24,12 +29,11 @@
 // Probabilities are at most 2^TW_H8_RAISE before they are rounded to e4m3, so that those down to
 // 2^-(TW_H8_RAISE + 6) of the largest have all three bits; lse knows.
 //
-// Order of a warpgroup: S' = Q K'^T and P V are issued as one burst, then come the softmax of S'
-// and the sum. The other warpgroup multiplies meanwhile: to hold the wait for P V behind the
-// exponentials made a sequence of 16384 slower (docs/lab/attention.md).
+// Order of a warpgroup, for each tile of keys: S, its softmax, P V, the sum.
 
 #pragma once
 
+#define TW_HA_GROUPS 3
 #include "hopper_tiles.cuh"
 
 #ifndef TW_H8_STAGES
@@ -40,7 +44,7 @@ enum : u32 {
     TW_H8_D = 128,
     TW_H8_DV = 128,
     TW_H8_N = 128,
-    TW_H8_THREADS = 384,
+    TW_H8_THREADS = 512,
     TW_H8_Q_BYTES = TW_HA_M * TW_H8_D,
     TW_H8_K_BYTES = TW_H8_N * TW_H8_D,
     TW_H8_V_BYTES = TW_H8_DV * TW_H8_N,
@@ -51,10 +55,10 @@ enum : u32 {
     TW_H8_AT_STATE = TW_H8_AT_V + TW_H8_STAGES * TW_H8_V_BYTES,
     TW_H8_STATE_BYTES = 1024,
     TW_H8_BYTES = TW_H8_AT_STATE + TW_H8_STATE_BYTES,
-    // As in hopper.cuh.
-    TW_H8_LOAD_REGISTERS = 40,
-    TW_H8_MULTIPLY_REGISTERS = 232,
-    TW_H8_WARPS = 8,
+    // Of 128 for each thread of the block.
+    TW_H8_LOAD_REGISTERS = 32,
+    TW_H8_MULTIPLY_REGISTERS = 160,
+    TW_H8_WARPS = 12,
     TW_H8_RAISE = 8,
     // A block of values that there is not: it reads as zeros.
     TW_H8_NONE = 1 << 30,
@@ -273,12 +277,11 @@ __device__ __forceinline__ void tw_h8_issue_part(TwH8Out& o, const TwH8Probs& p,
 
 // The maxima of products of keys with the scale `scale`.
 __device__ __forceinline__ void tw_h8_maxima(const TwH8Scores& s, TwH8Rows& r, float scale) {
+    const bool not_negative = tw_ha_not_negative(r.max);
 #pragma unroll
     for (u32 half = 0; half < 2; half++) {
         const float old = r.max[half];
-        float top = -TW_INF;
-#pragma unroll
-        for (u32 j = 2 * half; j < TW_H8_N / 2; j += 4) top = fmaxf(top, fmaxf(s[j], s[j + 1]));
+        float top = tw_ha_top<TW_H8_N>(s, half, not_negative ? 0.0f : -TW_INF, not_negative);
         top = fmaxf(old, tw_quad_max(top) * scale);
         // No key is visible yet: -inf minus -inf would be NaN.
         const float base = top == -TW_INF ? 0.0f : top * r.factor[half];
@@ -351,14 +354,11 @@ __device__ __forceinline__ void tw_h8_attend(const TwAttn& a, const TwFp8& f, co
     TwH8Slots qs;
     TwH8Stages ks, vs;
     TwH8Scores scores;
-    TwH8Out o, part;
-    TwH8Probs p;
+    TwH8Out o;
     TwH8Rows r;
     TwH8Keys k;
-    // Whether the next keys, and the values of `p`, were there when it was asked.
+    // Whether the next keys, and the values of these, were there when it was asked.
     bool k_there = false, v_there = false;
-    // Of the values of `p`: their scale, and what turns O, by row, into units of it.
-    float v_scale = 1.0f, ratio[2] = {1.0f, 1.0f};
     qs.wait_full(s.q_full);
     if (s.queries[qs.at].more == 0) return;
     const u32 group = warpgroup_index();
@@ -367,37 +367,19 @@ __device__ __forceinline__ void tw_h8_attend(const TwAttn& a, const TwFp8& f, co
         k = s.keys[ks.at];
         tw_h8_issue_scores(scores, tw_smem + qs.at * TW_H8_SLOT, group, tw_smem + TW_H8_AT_K + ks.at * TW_H8_K_BYTES);
     };
-    const auto issue_part = [&] {
-        vs.wait_full(s.v_full, v_there);
-        tw_h8_issue_part(part, p, tw_smem + TW_H8_AT_V + vs.at * TW_H8_V_BYTES);
-    };
-    const auto add = [&] {
-        wgmma_wait_group<0>();
-        wgmma_hold(part), wgmma_hold(p);
-        tw_h8_release(s.v_empty, vs);
+    const auto wait_scores = [&] {
+        // Asked beside the product, which hides the latency of the answer.
         v_there = vs.is_full(s.v_full);
-        tw_h8_add(o, part, ratio);
+        wgmma_wait_group<0>();
+        wgmma_hold(scores);
+        tw_h8_release(s.k_empty, ks);
     };
     issue_scores();
-    wgmma_wait_group<0>();
-    wgmma_hold(scores);
-    tw_h8_release(s.k_empty, ks);
+    wait_scores();
     for (u32 i = 0;; i++) {
         const u32 slot = qs.at;
         const TwQueryTile q = s.queries[slot];
-        const auto maxima = [&] {
-            tw_ha_mask<TW_H8_N>(a, scores, q.at, k.pos, k.num);
-            tw_h8_maxima(scores, r, k.k_scale);
-        };
-        const auto probabilities = [&] {
-            tw_h8_round(p, scores);
-            v_scale = k.v_scale;
-            ratio[0] = r.shrink[0] * k.v_ratio, ratio[1] = r.shrink[1] * k.v_ratio;
-        };
         r.begin(a, f, q);
-        maxima();
-        tw_h8_exponentials(scores, r, k.k_scale);
-        probabilities();
 #pragma unroll
         for (u32 e = 0; e < TW_H8_DV / 2; e++) o[e] = 0.0f;
         // The last tile's store has read its slot by now, or soon.
@@ -405,37 +387,39 @@ __device__ __forceinline__ void tw_h8_attend(const TwAttn& a, const TwFp8& f, co
             bulk_wait_group_read<0>();
             mbarrier_arrive(s.q_empty + (slot ^ 1));
         }
-        // Here P is of the last tile of keys, O of all before it, short of the factor that is due.
 #pragma unroll 1
-        while (k.last == 0) {
-            issue_scores();
-            issue_part();
-            wgmma_wait_group<1>();
-            wgmma_hold(scores);
-            tw_h8_release(s.k_empty, ks);
-            k_there = ks.is_full(s.k_full);
-            maxima();
+        for (;;) {
+            TwH8Out part;
+            TwH8Probs p;
+            tw_ha_mask<TW_H8_N>(a, scores, q.at, k.pos, k.num);
+            tw_h8_maxima(scores, r, k.k_scale);
             tw_h8_exponentials(scores, r, k.k_scale);
-            add();
-            probabilities();
+            tw_h8_round(p, scores);
+            const float ratio[2] = {r.shrink[0] * k.v_ratio, r.shrink[1] * k.v_ratio};
+            vs.wait_full(s.v_full, v_there);
+            tw_h8_issue_part(part, p, tw_smem + TW_H8_AT_V + vs.at * TW_H8_V_BYTES);
+            k_there = ks.is_full(s.k_full);
+            wgmma_wait_group<0>();
+            wgmma_hold(part), wgmma_hold(p);
+            tw_h8_release(s.v_empty, vs);
+            tw_h8_add(o, part, ratio);
+            if (k.last != 0) break;
+            issue_scores();
+            wait_scores();
         }
-        issue_part();
+        const float v_scale = k.v_scale;
         qs.advance();
         qs.wait_full(s.q_full);
         const bool more = s.queries[qs.at].more != 0;
         u8* own = tw_smem + slot * TW_H8_SLOT;
-        add();
         if (!more) {
             tw_h8_finish(a, o, r, q, v_scale, out, own);
             break;
         }
         // The first S of the next queries is beside the end of these.
         issue_scores();
-        k_there = false;
         tw_h8_finish(a, o, r, q, v_scale, out, own);
-        wgmma_wait_group<0>();
-        wgmma_hold(scores);
-        tw_h8_release(s.k_empty, ks);
+        wait_scores();
     }
     if (threadIdx.x % 32 == 0) bulk_wait_group<0>();
 }
@@ -454,9 +438,9 @@ __device__ __forceinline__ void tw_h8_forward(const TwAttn& a, const TwFp8& f, c
         fence_mbarrier_init_release_cluster();
     }
     __syncthreads();
-    if (threadIdx.x / 128 == 2) {
+    if (threadIdx.x / 128 == 3) {
         setmaxnreg_dec<TW_H8_LOAD_REGISTERS>();
-        if (threadIdx.x / 32 == 8 && elect_sync()) tw_h8_load_tiles(a, f, order, q, k, v);
+        if (threadIdx.x / 32 == 12 && elect_sync()) tw_h8_load_tiles(a, f, order, q, k, v);
         return;
     }
     setmaxnreg_inc<TW_H8_MULTIPLY_REGISTERS>();

@@ -1,6 +1,6 @@
 //! The forward pass of e4m3 for sm_90a (`attention/hopper_fp8.cuh`): the unit and its sizes.
 
-use super::hopper::TILE_M;
+use super::hopper::{GROUP_ROWS, threads};
 use crate::Source;
 
 /// The forward pass by FP8 products, and what transposes values for it.
@@ -12,6 +12,12 @@ pub const SM90_ATTENTION_FP8: Source = Source {
 
 /// The only head dimension.
 pub const FP8_DIM: usize = 128;
+/// Warpgroups that multiply.
+const GROUPS: usize = 3;
+/// Queries of a tile.
+pub const FP8_ROWS: usize = GROUP_ROWS * GROUPS;
+/// Threads of a block of `tw_hopper_attn_fp8_fwd`.
+pub const FP8_THREADS: u32 = threads(GROUPS);
 /// Keys of a tile: rows of a scale.
 pub const FP8_KEYS: usize = 128;
 /// Threads of a block of `tw_attn_fp8_values`.
@@ -24,7 +30,7 @@ const STATE_BYTES: usize = 1024;
 /// Returns the dynamic shared memory of `tw_hopper_attn_fp8_fwd` in bytes: two slots for queries,
 /// or an output of twice their bytes, stages of keys and values, barriers.
 pub const fn shared_bytes() -> u32 {
-    (2 * TILE_M * FP8_DIM * 2 + STAGES * FP8_KEYS * 2 * FP8_DIM + STATE_BYTES) as u32
+    (2 * FP8_ROWS * FP8_DIM * 2 + STAGES * FP8_KEYS * 2 * FP8_DIM + STATE_BYTES) as u32
 }
 
 /// Definitions for the compiler.

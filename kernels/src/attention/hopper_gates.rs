@@ -1,7 +1,7 @@
 //! The forward pass for sm_90a over keys that come while it runs (`attention/hopper_gates.cuh`):
 //! variants of the unit.
 
-use super::hopper::HopperVariant;
+use super::hopper::{HopperVariant, TILE_M, forward_bytes};
 use crate::Source;
 
 /// The forward pass with a gate for each rank's keys.
@@ -46,23 +46,29 @@ impl HopperGated {
             (128, _, true) => WHOLE,
             // With more of them, registers spill here.
             (64, true, _) | (64, _, true) => WHOLE,
+            (64, ..) => 160,
             _ => self.base.keys(),
         }
     }
 
-    /// Dynamic shared memory in bytes: two tiles of queries, stages of keys and values, barriers,
-    /// gates.
+    /// Dynamic shared memory in bytes: that of the forward pass by two warpgroups, gates.
     pub fn shared_bytes(&self) -> u32 {
         let b = &self.base;
-        let fewer = b.stages() * (b.keys() - self.keys()) * (b.dqk + b.dv) * 2;
-        b.shared_bytes() - fewer as u32 + WATCH_BYTES
+        forward_bytes(TILE_M, (b.stages(), self.keys()), (b.dqk, b.dv)) + WATCH_BYTES
     }
 
-    /// Definitions for the compiler.
+    /// Definitions for the compiler. Two warpgroups multiply whatever the base has: with three, of
+    /// heads of 64, the loader spills, and with [`WHOLE`] rows tiles would not be the same on any
+    /// number of ranks.
     pub fn defines(&self) -> Vec<(String, u64)> {
         let mut all = self.base.defines();
-        let keys = all.iter_mut().find(|(name, _)| name == "TW_HA_N");
-        keys.expect("a tile has keys").1 = self.keys() as u64;
+        for (name, value) in &mut all {
+            match name.as_str() {
+                "TW_HA_N" => *value = self.keys() as u64,
+                "TW_HA_GROUPS" => *value = 2,
+                _ => {}
+            }
+        }
         all
     }
 }

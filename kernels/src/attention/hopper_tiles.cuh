@@ -11,6 +11,11 @@
 
 typedef unsigned char u8;
 
+// Warpgroups of a block that multiply.
+#ifndef TW_HA_GROUPS
+#define TW_HA_GROUPS 2
+#endif
+
 // Segments that a launch may contain: most have one of queries and one of keys.
 enum : u32 { TW_HA_FEW = 4 };
 
@@ -24,8 +29,8 @@ struct TwAttnOrder {
 };
 
 enum : u32 {
-    // Rows of a block's tile: 64 for each of two warpgroups.
-    TW_HA_M = 128,
+    // Rows of a block's tile: 64 for each warpgroup that multiplies.
+    TW_HA_M = 64 * TW_HA_GROUPS,
     // The outermost coordinate of ragged maps, from which rows count.
     TW_HA_RAGGED = 1 << 30,
 };
@@ -111,6 +116,28 @@ template <u32 N> __device__ __forceinline__ void tw_ha_mask(const TwAttn& a, flo
                 if (col < first || col > last) s[4 * j + 2 * half + e] = -TW_INF;
             }
     }
+}
+
+// True in a warp both of whose rows have a largest product so far that is not negative: see
+// tw_ha_top.
+__device__ __forceinline__ bool tw_ha_not_negative(const float (&max)[2]) {
+    return __all_sync(0xffffffffu, (__float_as_int(max[0]) | __float_as_int(max[1])) >= 0);
+}
+
+// The largest of `from` and this lane's elements of row `half` of a tile of N keys. Floats that are
+// not negative have the order of their bits as integers, and sm_90 compares three integers at once:
+// half the instructions. What is negative, -inf too, is less than `from` in both orders if `from` is
+// `not_negative`.
+template <u32 N> __device__ __forceinline__ float tw_ha_top(const float (&s)[N / 2], u32 half, float from, bool not_negative) {
+    if (not_negative) {
+        int top = __float_as_int(from);
+#pragma unroll
+        for (u32 j = 2 * half; j < N / 2; j += 4) top = max(max(top, __float_as_int(s[j])), __float_as_int(s[j + 1]));
+        return __int_as_float(top);
+    }
+#pragma unroll
+    for (u32 j = 2 * half; j < N / 2; j += 4) from = fmaxf(from, fmaxf(s[j], s[j + 1]));
+    return from;
 }
 
 // Loads D columns of head `head`, of ROWS rows from `row` on, of which `num` are there.

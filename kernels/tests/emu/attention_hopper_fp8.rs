@@ -6,9 +6,10 @@ use std::sync::LazyLock;
 use bytemuck::Zeroable;
 use tilewire_kernels::abi::{TwAttnOrder, TwFp8, TwSeg};
 use tilewire_kernels::attention::Tile;
-use tilewire_kernels::attention::hopper::{FEW, STORE_ROWS, THREADS, TILE_M};
+use tilewire_kernels::attention::hopper::{FEW, STORE_ROWS};
 use tilewire_kernels::attention::hopper_fp8::{
-    FP8_DIM, FP8_KEYS, SM90_ATTENTION_FP8, TURN_THREADS, defines, shared_bytes,
+    FP8_DIM, FP8_KEYS, FP8_ROWS, FP8_THREADS, SM90_ATTENTION_FP8, TURN_THREADS, defines,
+    shared_bytes,
 };
 
 use crate::attention::{Build, Case, Tiles, case};
@@ -48,7 +49,7 @@ fn load(text: String) -> &'static Lib {
 static LIB: LazyLock<&'static Lib> = LazyLock::new(|| load(SM90_ATTENTION_FP8.emu_text()));
 
 fn build(lib: &'static Lib) -> Build {
-    let fwd = Tile { m: TILE_M as u64, n: FP8_KEYS as u64, warps: 12 };
+    let fwd = Tile { m: FP8_ROWS as u64, n: FP8_KEYS as u64, warps: 16 };
     Build {
         lib: Some(lib),
         input: Type::E4m3,
@@ -79,7 +80,7 @@ impl How {
 fn check_on(lib: &'static Lib, c: &Case, how: How, seed: u64) -> (Vec<u8>, Vec<f32>) {
     let on = build(lib);
     let (hq, hkv) = c.heads;
-    let (own, mut other, tiles) = c.tables(true, TILE_M as u64);
+    let (own, mut other, tiles) = c.tables(true, FP8_ROWS as u64);
     let blocks = other.iter_mut().fold(0, |blocks, s| {
         s.tile = blocks;
         blocks + (s.row + s.len).div_ceil(FP8_KEYS as u32) - s.row / FP8_KEYS as u32
@@ -124,13 +125,13 @@ fn check_on(lib: &'static Lib, c: &Case, how: How, seed: u64) -> (Vec<u8>, Vec<f
         let dims = [FP8_KEYS, hkv * FP8_DIM, (blocks as usize).max(1)];
         let strides = [FP8_KEYS as i64, width as i64];
         let maps = [
-            ragged_bytes(p.q, hq * FP8_DIM, p.ld_q, TILE_M),
+            ragged_bytes(p.q, hq * FP8_DIM, p.ld_q, FP8_ROWS),
             ragged_bytes(p.k, hkv * FP8_DIM, p.ld_k, FP8_KEYS),
             map_of_bytes(values.addr(), dims, strides, FP8_DIM),
             ragged(p.out, hq * FP8_DIM, p.ld_o, STORE_ROWS),
         ];
         let turn = turn.grid([blocks * hkv as u32, 1, 1], [TURN_THREADS, 1, 1]);
-        let attend = attend.grid([how.blocks, 1, 1], [THREADS, 1, 1]).smem(shared_bytes());
+        let attend = attend.grid([how.blocks, 1, 1], [FP8_THREADS, 1, 1]).smem(shared_bytes());
         let attend = attend.arg(&p).arg(&f).arg(&order);
         let attend = maps.iter().fold(attend, |l, m| l.arg(m));
         let turn = (blocks > 0).then(|| turn.arg(&p).arg(&f).arg(&order));
@@ -148,7 +149,8 @@ fn scores(sq: usize, skv: usize) -> Case {
 }
 
 fn fp8_attention_of_every_tail() {
-    let tails = [(1, 1), (63, 65), (65, 127), (127, 129), (129, 63), (200, 330)];
+    let tails =
+        [(1, 1), (63, 65), (65, 127), (127, 129), (129, 63), (191, 193), (193, 191), (200, 330)];
     for (i, (sq, skv)) in tails.into_iter().enumerate() {
         let out = [Type::Bf16, Type::F32, Type::F16][i % 3];
         let c = Case { out, pad: 16 * (i % 2), ..scores(sq, skv) };
@@ -238,7 +240,7 @@ fn one_block(seed: u64) -> How {
 
 /// More tiles of keys than stages, two tiles of queries a head.
 fn long_rows(lib: &'static Lib) {
-    let c = Case { heads: (1, 1), ..scores(130, 850) };
+    let c = Case { heads: (1, 1), ..scores(200, 850) };
     for seed in 0..4 {
         check_on(lib, &c, one_block(seed), seed);
     }
@@ -277,7 +279,7 @@ fn masks(lib: &'static Lib) {
 }
 
 fn packed(lib: &'static Lib) {
-    let lens = [(40, 40), (0, 10), (170, 5), (3, 190), (10, 0), (165, 165)];
+    let lens = [(40, 40), (0, 10), (230, 5), (3, 190), (10, 0), (165, 165)];
     let c = Case { heads: (4, 2), scale: 0.2, ..Case::packed(&lens) };
     check_on(lib, &c, one_block(1), 1);
     check_on(lib, &Case { sink: true, out: Type::F16, ..c }.causal(), one_block(2), 2);
@@ -287,6 +289,8 @@ fn packed(lib: &'static Lib) {
 fn far_scores(lib: &'static Lib) {
     let c = Case { heads: (1, 1), scale: 3.0, ..scores(130, 400) };
     check_on(lib, &c, one_block(1), 1);
+    // Rows whose few products are all below zero, beside others.
+    check_on(lib, &Case { heads: (4, 2), ..c }.window(2, 0), one_block(2), 2);
 }
 
 /// Rows behind the last sequence, of queries and of keys.

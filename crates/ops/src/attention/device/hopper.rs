@@ -10,7 +10,7 @@ use tilewire_device::cuda::{
 };
 use tilewire_kernels::abi::{TwAttn, TwAttnOrder, TwSeg};
 use tilewire_kernels::attention::hopper::{
-    BOX_COLS, FEW, HopperVariant, SM90_ATTENTION, STORE_ROWS, THREADS, TILE_M,
+    BOX_COLS, FEW, HopperVariant, SM90_ATTENTION, STORE_ROWS,
 };
 
 use crate::attention::AttentionDesc;
@@ -49,11 +49,15 @@ pub(super) fn map(dtype: DType, cols: usize, ld: i64, rows: usize) -> TensorMapD
     }
 }
 
-/// The maps of q, of k, of v and of out: boxes of `keys` rows of k and v.
-pub(super) fn described(d: &AttentionDesc, p: &TwAttn, keys: usize) -> [TensorMapDesc; 4] {
+/// The maps of q, of k, of v and of out: boxes of `rows` rows of q, and of `keys` of k and v.
+pub(super) fn described(
+    d: &AttentionDesc,
+    p: &TwAttn,
+    (rows, keys): (usize, usize),
+) -> [TensorMapDesc; 4] {
     let (q, kv) = (d.heads_q, d.heads_kv);
     [
-        map(d.dtype, q * d.dqk, p.ld_q, TILE_M),
+        map(d.dtype, q * d.dqk, p.ld_q, rows),
         map(d.dtype, kv * d.dqk, p.ld_k, keys),
         map(d.dtype, kv * d.dv, p.ld_v, keys),
         map(stored(p), q * d.dv, p.ld_o, STORE_ROWS),
@@ -125,12 +129,13 @@ impl Hopper {
 
     /// Returns the rows of a tile of own segments.
     pub fn rows(&self) -> u64 {
-        TILE_M as u64
+        self.variant.rows() as u64
     }
 
     /// Returns what is used, for people.
     pub fn name(&self) -> String {
-        format!("the kernel for sm_90a (tiles {TILE_M}x{})", self.variant.keys())
+        let v = &self.variant;
+        format!("the kernel for sm_90a (tiles {}x{})", v.rows(), v.keys())
     }
 
     /// Queues the forward pass of tables with at least one tile: one kernel. `few`: the segments of
@@ -153,7 +158,8 @@ impl Hopper {
         let maps = self.maps(d, p)?;
         let order = order(self.counters.next(stream), (d, tokens_kv), few);
         let blocks = u64::from(self.num_sms).min(u64::from(p.tiles) * u64::from(p.heads_q));
-        let grid = Grid::new(blocks as u32, THREADS).shared(self.variant.shared_bytes());
+        let grid = Grid::new(blocks as u32, self.variant.threads());
+        let grid = grid.shared(self.variant.shared_bytes());
         let args = maps.iter().fold(LaunchArgs::new().arg(p).arg(&order), LaunchArgs::raw_map);
         // SAFETY: `tw_hopper_attn_fwd` takes (TwAttn, TwAttnOrder, 4 x TwTensorMap); the caller's
         // contract for what they describe. `counter` is none, or words that are zero and that no
@@ -163,7 +169,7 @@ impl Hopper {
 
     /// The tensor maps of q, k, v and out, as `attention/sm90_attention.cu` wants them.
     fn maps(&self, d: &AttentionDesc, p: &TwAttn) -> Result<[RawTensorMap; 4]> {
-        let [q, k, v, out] = described(d, p, self.variant.keys());
+        let [q, k, v, out] = described(d, p, (self.variant.rows(), self.variant.keys()));
         // Without a row of keys they have no address, and nothing is read.
         let or_q = |addr: u64| if addr == 0 { p.q } else { addr };
         let any = usize::MAX;

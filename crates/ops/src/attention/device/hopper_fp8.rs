@@ -8,9 +8,10 @@ use tilewire_device::cuda::{
     RawTensorMap, TensorMapDesc,
 };
 use tilewire_kernels::abi::{TwAttn, TwFp8, TwSeg};
-use tilewire_kernels::attention::hopper::{STORE_ROWS, THREADS, TILE_M};
+use tilewire_kernels::attention::hopper::STORE_ROWS;
 use tilewire_kernels::attention::hopper_fp8::{
-    FP8_DIM, FP8_KEYS, SM90_ATTENTION_FP8, TURN_THREADS, defines, shared_bytes,
+    FP8_DIM, FP8_KEYS, FP8_ROWS, FP8_THREADS, SM90_ATTENTION_FP8, TURN_THREADS, defines,
+    shared_bytes,
 };
 
 use super::forward::not_by_hopper;
@@ -92,7 +93,7 @@ impl HopperFp8 {
 
     /// Returns what is used, for people.
     pub fn name(&self) -> String {
-        format!("FP8 products on sm_90a (tiles {TILE_M}x{FP8_KEYS}), launches by offsets by ")
+        format!("FP8 products on sm_90a (tiles {FP8_ROWS}x{FP8_KEYS}), launches by offsets by ")
     }
 
     /// Returns memory for the transposed values of a launch.
@@ -104,7 +105,7 @@ impl HopperFp8 {
     /// wants them.
     fn maps(&self, d: &AttentionDesc, p: &TwAttn, values: u64) -> Result<[RawTensorMap; 4]> {
         let width = self.heads_kv * FP8_DIM;
-        let q = map(d.dtype, d.heads_q * FP8_DIM, p.ld_q, TILE_M);
+        let q = map(d.dtype, d.heads_q * FP8_DIM, p.ld_q, FP8_ROWS);
         let k = map(d.dtype, width, p.ld_k, FP8_KEYS);
         let v = TensorMapDesc {
             dtype: d.dtype,
@@ -151,7 +152,7 @@ impl HopperFp8 {
             unsafe { self.turn.launch(stream, grid, args())? };
         }
         let num = u64::from(self.num_sms).min(u64::from(p.tiles) * u64::from(p.heads_q));
-        let grid = Grid::new(num as u32, THREADS).shared(shared_bytes());
+        let grid = Grid::new(num as u32, FP8_THREADS).shared(shared_bytes());
         let args = maps.iter().fold(args(), LaunchArgs::raw_map);
         // SAFETY: `tw_hopper_attn_fp8_fwd` takes these and 4 x TwTensorMap; the caller's contract
         // for what they describe. `counter` is none, or words that are zero and that no other

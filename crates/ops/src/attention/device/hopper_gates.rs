@@ -127,7 +127,7 @@ impl Gated {
 
     /// The tensor maps of q, k, v, out and my k and v.
     fn maps(&self, d: &AttentionDesc, p: &TwAttn, own: [u64; 2]) -> Result<[RawTensorMap; 6]> {
-        let [q, k, v, out] = described(d, p, self.variant.keys());
+        let [q, k, v, out] = described(d, p, (TILE_M, self.variant.keys()));
         // Without a row of keys they have no address, and nothing is read.
         let or_q = |addr: u64| if addr == 0 { p.q } else { addr };
         let any = usize::MAX;

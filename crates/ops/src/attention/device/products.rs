@@ -3,7 +3,8 @@
 use tilewire_core::{Error, Result};
 use tilewire_device::cuda::{CudaMemory, CudaStream};
 use tilewire_kernels::abi::{TwAttn, TwFp8, TwSeg};
-use tilewire_kernels::attention::hopper::{FEW, TILE_M};
+use tilewire_kernels::attention::hopper::FEW;
+use tilewire_kernels::attention::hopper_fp8::FP8_ROWS;
 
 use super::hopper_fp8::{HopperFp8, number_blocks};
 use super::queue::Prepared;
@@ -28,7 +29,7 @@ impl Prepared {
                 return Err(Error::invalid(text).hint("copy it to a tensor of its own"));
             }
         }
-        let tiles = number_tiles(&mut own, TILE_M as u64);
+        let tiles = number_tiles(&mut own, FP8_ROWS as u64);
         let (num_other, blocks) = number_blocks(&mut other);
         if blocks as usize > by.blocks {
             return Err(Error::invalid("the launch has more sequences than the plan was made for")
