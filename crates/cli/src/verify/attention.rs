@@ -5,7 +5,9 @@ mod offsets;
 mod problem;
 mod share;
 
-use tilewire::ops::attention::{AttentionPlan, AttnBackend, AttnConfig, AttnGrads, AttnOut};
+use tilewire::ops::attention::{
+    AttentionDesc, AttentionPlan, AttnBackend, AttnConfig, AttnGrads, AttnOut,
+};
 use tilewire::prelude::*;
 
 pub(super) use problem::{Problem, describe};
@@ -58,7 +60,7 @@ pub(super) fn cases() -> Vec<Case> {
         let shape = [("seq", seq), ("d", d)];
         v.push(Case::new(format!("attention/{words}{CORE}"), dtype, &shape, run));
     }
-    // A scale for 128 tokens, of heads of 128: widened, and by FP8 products.
+    // A scale for 128 tokens, of heads of 128: as the plan chooses, and by FP8 products.
     for (words, seq, by) in [
         ("causal+gqa+sink+blocks", 29, ""),
         ("causal+gqa+sink+blocks", 140, CORE),
@@ -75,11 +77,19 @@ pub(super) fn words(case: &Case) -> Vec<&str> {
     case.op.trim_end_matches(CORE).split('/').next_back().unwrap_or("").split('+').collect()
 }
 
+/// Whether a plan attends by FP8 products.
+fn multiplies_codes(ctx: &Ctx, desc: &AttentionDesc, by: AttnBackend) -> Result<bool> {
+    let plan = AttentionPlan::with_backend(desc.clone(), None, by)?;
+    plan.prepare(&ctx.stream)?;
+    Ok(plan.explain().contains("FP8 products"))
+}
+
 fn run(ctx: &mut Ctx, case: &Case) -> Result<()> {
     let few = words(case).contains(&"few");
     let d = if words(case).contains(&"blocks") { 128 } else { case.dim("d") };
     let desc = describe(&words(case), (case.dim("seq"), d), 4, case.dtype)?;
-    let by_products = case.by_core() && words(case).contains(&"blocks");
+    let by = if case.by_core() { AttnBackend::Hopper } else { AttnBackend::Auto };
+    let by_products = words(case).contains(&"blocks") && multiplies_codes(ctx, &desc, by)?;
     let mut p = Problem::new(ctx, desc.clone());
     let behind = by_products.then(|| {
         p.by_fp8_products(ctx);
@@ -98,7 +108,6 @@ fn run(ctx: &mut Ctx, case: &Case) -> Result<()> {
     let small = AttnConfig { block_q: 5, block_kv: 7 };
     // The core has tiles of its own.
     let configs = if case.by_core() { vec![None] } else { vec![None, Some(small)] };
-    let by = if case.by_core() { AttnBackend::Hopper } else { AttnBackend::Auto };
     for config in configs {
         let plan = AttentionPlan::with_backend(desc.clone(), config, by)?;
         plan.prepare(&ctx.stream)?;

@@ -12,7 +12,9 @@ pub enum AttnBackend {
     /// are not shorter than 96 rows on average; else the portable kernels. Forward, where all
     /// sequences of the plan and of the launch have at most 16 queries, kernels that cut the keys
     /// into pieces: bf16 or f16, head dimensions that are multiples of 8 up to 256, a positive
-    /// scale, no softcap, bias or dropout, and sequences that the host knows.
+    /// scale, no softcap, bias or dropout, and sequences that the host knows. Other forward passes
+    /// of f8e4m3 with scales of 128 tokens as [`Hopper`](AttnBackend::Hopper) multiplies them,
+    /// where it supports the description and the launch, else widened.
     #[default]
     Auto,
     /// tilewire's kernels for sm_80 and newer: every type, head dimension and option.

@@ -236,6 +236,8 @@ pub enum By {
     Fused,
     /// The same, with dq added in any order.
     Unordered,
+    /// As a plan may choose, which multiplies the codes of FP8.
+    AutoProducts,
 }
 
 impl From<AttnBackend> for By {
@@ -249,6 +251,7 @@ impl By {
         let of = |by| AttentionPlan::with_backend(d.clone(), None, by).unwrap();
         match self {
             By::Backend(by) => of(by),
+            By::AutoProducts => of(AttnBackend::Auto),
             By::Fused => of(AttnBackend::Hopper).with_fused_backward(),
             By::Unordered => of(AttnBackend::Hopper).with_unordered_backward(),
         }
@@ -264,7 +267,8 @@ impl By {
     }
 
     fn is_by_fp8_products(self, d: &AttentionDesc) -> bool {
-        matches!(self, By::Backend(AttnBackend::Hopper)) && d.scales == HeadScales::Block128
+        matches!(self, By::Backend(AttnBackend::Hopper) | By::AutoProducts)
+            && d.scales == HeadScales::Block128
     }
 }
 

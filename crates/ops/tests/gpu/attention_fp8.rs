@@ -7,7 +7,7 @@ use tilewire_ops::attention::{
     HeadScales, Sequences,
 };
 
-use crate::attention::{base, launches_by, padded_sequences, replays_by, run_by};
+use crate::attention::{By, base, launches_by, padded_sequences, replays_by, run_by};
 use crate::common::Gpu;
 use crate::hopper::{hopper, is_emulated, pass_on_an_emulated_device};
 
@@ -127,6 +127,50 @@ fn plans_of_fp8_products_take_other_sequences() {
     }
 }
 
+/// A plan that may choose takes FP8 products where they fit, for launches that they take.
+#[test]
+fn plans_that_may_choose_multiply_codes() {
+    let Some(g) = hopper() else { return };
+    let seqs: &[usize] = if is_emulated() { &[140] } else { &[20, 129, 700] };
+    for seq in seqs {
+        let explain = run_by(&g, &of(*seq, (2, 1), AttnMask::CAUSAL), By::AutoProducts);
+        assert!(explain.contains(PRODUCTS), "{explain}");
+    }
+    let d = of(200, (2, 1), AttnMask::CAUSAL);
+    let explain = |d: &AttentionDesc| {
+        let plan = AttentionPlan::with_backend(d.clone(), None, AttnBackend::Auto).unwrap();
+        plan.prepare(&g.stream).unwrap();
+        plan.explain()
+    };
+    for other in [
+        AttentionDesc { softcap: Some(2.0), ..d.clone() },
+        AttentionDesc { scales: HeadScales::Token, ..d.clone() },
+        // Few queries over many keys.
+        AttentionDesc { sequences: Sequences::one(3, 300), ..d.clone() },
+    ] {
+        let text = explain(&other);
+        assert!(text.contains("widened to bf16") && !text.contains(PRODUCTS), "{text}");
+    }
+    // More sequences than the plan was made for, and codes at no multiple of 16 bytes: widened.
+    let ends: Vec<usize> = (0..=200).collect();
+    let each = Sequences::packed(&ends, &ends).unwrap();
+    launches_by(&g, &d, AttnBackend::Auto, each);
+    let plan = AttentionPlan::with_backend(d, None, AttnBackend::Auto).unwrap();
+    plan.prepare(&g.stream).unwrap();
+    let place = |t: Tensor| t.to(&g.device).unwrap();
+    let zeros = |t, rows, cols| place(Tensor::zeros(t, Shape::d2(rows, cols)));
+    let late = |heads: usize| {
+        let data = zeros(DType::F8E4M3, 200 * heads * 128 + 1, 1).rows(1, 200 * heads * 128);
+        let data = data.unwrap().reshape(Shape::d2(200, heads * 128)).unwrap();
+        AttnOperand { data, scales: Some(zeros(DType::F32, 2, heads)) }
+    };
+    let out = place(Tensor::poisoned(DType::BF16, Shape::d2(200, 256)));
+    let x = AttnInputs::new(late(2), late(1), late(1));
+    let to = AttnOut { out, lse: zeros(DType::F32, 2, 200) };
+    let done = plan.launch_fwd(&g.stream, &x, to).unwrap().wait().unwrap();
+    assert!(done.out.to_f32().unwrap().iter().all(|v| *v == 0.0), "values are zero");
+}
+
 #[test]
 fn what_fp8_products_do_not_do_is_refused() {
     let Some(g) = hopper() else { return };
@@ -184,4 +228,6 @@ fn the_attention_kernels_of_fp8_run_on_emulated_devices() {
             "attention_fp8::what_fp8_products_do_not_do_is_refused",
         ],
     );
+    // As many multiprocessors as `auto` wants for kernels for sm_90a.
+    pass_on_an_emulated_device(8, &["attention_fp8::plans_that_may_choose_multiply_codes"]);
 }

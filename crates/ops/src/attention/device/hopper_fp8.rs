@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use tilewire_core::{DType, Result};
+use tilewire_core::{DType, Error, Result};
 use tilewire_device::cuda::{
     CudaContext, CudaMemory, CudaStream, Grid, Kernel, LaunchArgs, MapPromotion, MapSwizzle,
     RawTensorMap, TensorMapDesc,
@@ -14,10 +14,10 @@ use tilewire_kernels::attention::hopper_fp8::{
     shared_bytes,
 };
 
-use super::forward::not_by_hopper;
+use super::forward::{core_lacks, not_by_hopper};
 use super::hopper::{map, order, stored};
 use crate::attention::table::GAP;
-use crate::attention::{AttentionDesc, HeadScales};
+use crate::attention::{AttentionDesc, AttnBackend, HeadScales};
 use crate::common::counters::Counters;
 use crate::common::cuda::{lacks_sm90, load, workspace};
 
@@ -53,6 +53,8 @@ pub(super) struct HopperFp8 {
     heads_kv: usize,
     /// The most blocks of keys of a launch.
     pub blocks: usize,
+    /// Others attend where it does not take a launch.
+    pub optional: bool,
 }
 
 /// Numbers the blocks of keys of segments that belong to a sequence, which come first: how many
@@ -68,11 +70,25 @@ pub(super) fn number_blocks(segs: &mut [TwSeg]) -> (usize, u32) {
 }
 
 impl HopperFp8 {
-    /// Loads the kernels.
+    /// Loads the kernels if `backend` asks for them or takes them by itself; none if it does not.
     ///
     /// # Errors
-    /// `Unsupported` for what they do not do, and on other devices; as [`CudaContext::module`].
-    pub fn new(ctx: &CudaContext, d: &AttentionDesc) -> Result<Self> {
+    /// `Unsupported` if they are asked for, for what they do not do, and on other devices; as
+    /// [`CudaContext::module`].
+    pub fn of(ctx: &CudaContext, d: &AttentionDesc, backend: AttnBackend) -> Result<Option<Self>> {
+        match backend {
+            AttnBackend::Hopper if d.scales == HeadScales::Block128 => {}
+            AttnBackend::Auto if core_lacks(ctx, (backend, unfit(d)))?.is_none() => {}
+            _ => return Ok(None),
+        }
+        match Self::new(ctx, d, backend == AttnBackend::Auto) {
+            // Nothing to compile them with, and not shipped either: widened.
+            Err(e) if e.is_unavailable() && backend == AttnBackend::Auto => Ok(None),
+            new => new.map(Some),
+        }
+    }
+
+    fn new(ctx: &CudaContext, d: &AttentionDesc, optional: bool) -> Result<Self> {
         let why = unfit(d).map_or_else(|| lacks_sm90(ctx, &SM90_ATTENTION_FP8), |w| Ok(Some(w)))?;
         if let Some(why) = why {
             return Err(not_by_hopper(&why));
@@ -88,12 +104,33 @@ impl HopperFp8 {
         let most = s.tokens_kv.div_ceil(FP8_KEYS) + s.kv.len().max(SEQUENCES);
         let blocks = most.min(s.tokens_kv).max(1);
         let heads_kv = d.heads_kv;
-        Ok(Self { ctx: ctx.clone(), turn, attend, num_sms, counters, heads_kv, blocks })
+        let ctx = ctx.clone();
+        Ok(Self { ctx, turn, attend, num_sms, counters, heads_kv, blocks, optional })
     }
 
     /// Returns what is used, for people.
     pub fn name(&self) -> String {
         format!("FP8 products on sm_90a (tiles {FP8_ROWS}x{FP8_KEYS}), launches by offsets by ")
+    }
+
+    /// Returns whether it takes a launch with these addresses and numbered segments of keys, which
+    /// have so many blocks.
+    ///
+    /// # Errors
+    /// `Invalid` if it does not, with the reason.
+    pub fn takes(&self, p: &TwAttn, blocks: u32) -> Result<()> {
+        for (what, at) in [("q", p.q), ("k", p.k), ("v", p.v), ("out", p.out)] {
+            if at % 16 != 0 {
+                let text = format!("`{what}` does not begin at a multiple of 16 bytes");
+                return Err(Error::invalid(text).hint("copy it to a tensor of its own"));
+            }
+        }
+        if blocks as usize > self.blocks {
+            return Err(Error::invalid("the launch has more sequences than the plan was made for")
+                .expected(format_args!("at most {} blocks of keys", self.blocks))
+                .seen(blocks));
+        }
+        Ok(())
     }
 
     /// Returns memory for the transposed values of a launch.

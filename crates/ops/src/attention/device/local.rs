@@ -5,8 +5,9 @@ use std::sync::Arc;
 use tilewire_core::Result;
 use tilewire_device::Tensor;
 use tilewire_device::cuda::{CudaContext, CudaStream};
-use tilewire_kernels::abi::TwAttn;
+use tilewire_kernels::abi::{TwAttn, TwSeg};
 
+use super::hopper_fp8::number_blocks;
 use super::queue::{Kernels, Prepared, Sides, inputs, inputs_bwd, param, param_bwd};
 use super::space::{Space, Sums};
 use crate::attention::backend::Fusion;
@@ -15,6 +16,11 @@ use crate::attention::table::whole;
 use crate::attention::{AttentionDesc, AttnBackend, AttnGrads, AttnOut, AttnSaved};
 use crate::common::cuda::{addr, hold, holding};
 use crate::common::workspaces::Workspaces;
+
+/// The blocks of keys of a launch's segments.
+fn blocks_of(keys: &[TwSeg]) -> u32 {
+    number_blocks(&mut keys.to_vec()).1
+}
 
 /// Kernels and workspaces of a plan. Launches on different streams may overlap.
 pub(crate) struct Local {
@@ -99,7 +105,9 @@ impl Local {
                     return by.split(stream, wide, &p, (s, pieces), (q, kv));
                 }
                 let fp8 = (&self.kernels.fp8, &by.space.turned, &tables);
-                if let (Some(f), Some(values), Some(tables)) = fp8 {
+                if let (Some(f), Some(values), Some(tables)) = fp8
+                    && (!f.optional || f.takes(&p, blocks_of(&tables.1)).is_ok())
+                {
                     return by.fp8(stream, (d, &given, &p), (f, values), tables.clone());
                 }
                 let p = by.widened(stream, d, (x, rows), p)?;

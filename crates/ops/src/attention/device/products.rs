@@ -1,6 +1,6 @@
 //! Launches by FP8 products.
 
-use tilewire_core::{Error, Result};
+use tilewire_core::Result;
 use tilewire_device::cuda::{CudaMemory, CudaStream};
 use tilewire_kernels::abi::{TwAttn, TwFp8, TwSeg};
 use tilewire_kernels::attention::hopper::FEW;
@@ -23,19 +23,9 @@ impl Prepared {
         (by, values): (&HopperFp8, &CudaMemory),
         (mut own, mut other): (Vec<TwSeg>, Vec<TwSeg>),
     ) -> Result<()> {
-        for (what, at) in [("q", p.q), ("k", p.k), ("v", p.v), ("out", p.out)] {
-            if at % 16 != 0 {
-                let text = format!("`{what}` does not begin at a multiple of 16 bytes");
-                return Err(Error::invalid(text).hint("copy it to a tensor of its own"));
-            }
-        }
         let tiles = number_tiles(&mut own, FP8_ROWS as u64);
         let (num_other, blocks) = number_blocks(&mut other);
-        if blocks as usize > by.blocks {
-            return Err(Error::invalid("the launch has more sequences than the plan was made for")
-                .expected(format_args!("at most {} blocks of keys", by.blocks))
-                .seen(blocks));
-        }
+        by.takes(p, blocks)?;
         if tiles == 0 || p.heads_q == 0 {
             return Ok(());
         }

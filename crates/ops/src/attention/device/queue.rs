@@ -24,9 +24,7 @@ use super::space::{Sizes, Space};
 use super::split::SplitKeys;
 use crate::attention::desc::bound;
 use crate::attention::table::number_tiles;
-use crate::attention::{
-    AttentionDesc, AttnBackend, AttnGrads, AttnInputs, AttnSaved, HeadScales, LocalRows,
-};
+use crate::attention::{AttentionDesc, AttnBackend, AttnGrads, AttnInputs, AttnSaved, LocalRows};
 use crate::common::cuda::{addr, fit_32_bits, load, no_kernel};
 
 /// `p` with another place for its result over some of the keys, which is f32.
@@ -191,19 +189,18 @@ impl Kernels {
             let split = SplitKeys::new(ctx, d, backend)?;
             return Ok(Self { split, ..Self::sized(ctx, d, &needs, backend)? });
         }
-        let products = backend == AttnBackend::Hopper && d.scales == HeadScales::Block128;
-        let fp8 = products.then(|| HopperFp8::new(ctx, d)).transpose()?;
         let wide = kernel_desc(d);
+        let few = SplitKeys::new(ctx, &wide, backend)?;
+        let fp8 = if few.is_none() { HopperFp8::of(ctx, d, backend)? } else { None };
         let others = match (&fp8, wide.dtype) {
             // Beside FP8 products: there are none of f32 for sm_90a.
             (Some(_), DType::F32) => AttnBackend::Auto,
             _ => backend,
         };
-        let split = if fp8.is_none() { SplitKeys::new(ctx, &wide, backend)? } else { None };
         let mut new = Self::sized(ctx, &wide, &needs, others)?;
         let rows = (queries, d.heads_kv * d.sequences.tokens_kv);
         new.sizes.wide = Some((d.clone(), rows));
-        Ok(Self { fp8, split, ..new })
+        Ok(Self { fp8, split: few, ..new })
     }
 
     fn sized(
