@@ -8,7 +8,6 @@ random inputs, bf16. NVLink multicast must be off (run.sh sees to it).
 """
 
 import json
-import os
 import sys
 from statistics import median
 
@@ -41,9 +40,9 @@ def run(rank, ranks, port, shapes):
     import torch
     import torch.distributed._symmetric_memory as symm
 
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.cuda.set_device(rank)
-    torch.distributed.init_process_group("nccl", rank=rank, world_size=ranks)
+    store = torch.distributed.TCPStore("127.0.0.1", port, is_master=False)
+    torch.distributed.init_process_group("nccl", store=store, rank=rank, world_size=ranks)
     group = torch.distributed.group.WORLD.group_name
     symm.enable_symm_mem_for_group(group)
     for shape in shapes:
@@ -76,15 +75,13 @@ def run(rank, ranks, port, shapes):
 def main():
     if len(sys.argv) < 3:
         sys.exit("torch_symm.py RANKS ag_gemm|gemm_rs,M,N,K ...")
-    import socket
-
+    import torch.distributed
     import torch.multiprocessing
 
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
+    # The server chooses its port and keeps it: a port that was free a moment ago may be taken.
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     ranks = int(sys.argv[1])
-    torch.multiprocessing.spawn(run, (ranks, port, sys.argv[2:]), nprocs=ranks)
+    torch.multiprocessing.spawn(run, (ranks, store.port, sys.argv[2:]), nprocs=ranks)
 
 
 if __name__ == "__main__":
