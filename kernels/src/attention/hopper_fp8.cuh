@@ -2,11 +2,11 @@
 //
 // Slots, stages, barriers and the order of tiles are those of hopper.cuh. What is different:
 //
-// Warps. A block has 16: one loads, and three warpgroups multiply, 64 queries each, in 160 registers
-// a thread. They hold O and either S or P V, so a warpgroup has one product under way at a time, and
-// waits for it; the two others compute meanwhile. With two warpgroups of 232 registers, which had S'
-// and P V under way together, a scheduler had two warps, too few to hide the latency of the
-// softmax (docs/lab/attention.md).
+// Warps. A block has 16: one loads, and three warpgroups multiply, 64 queries each, in 160
+// registers a thread. They hold O and either S or P V, so a warpgroup has one product under way at
+// a time, and waits for it; the two others compute meanwhile. With two warpgroups of 232 registers,
+// which had S' and P V under way together, a scheduler had two warps, too few to hide the latency
+// of the softmax (docs/lab/attention.md).
 //
 // Scales. A scale belongs to TW_H8_N rows of a tensor and a head: `value = code * scale`. A tile of
 // keys lies within the rows of one scale, so that its scores have one factor for a row of queries,

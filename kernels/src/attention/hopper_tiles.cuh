@@ -126,8 +126,8 @@ __device__ __forceinline__ bool tw_ha_not_negative(const float (&max)[2]) {
 
 // The largest of `from` and this lane's elements of row `half` of a tile of N keys. Floats that are
 // not negative have the order of their bits as integers, and sm_90 compares three integers at once:
-// half the instructions. What is negative, -inf too, is less than `from` in both orders if `from` is
-// `not_negative`.
+// half the instructions. What is negative, -inf too, is less than `from` in both orders if `from`
+// is `not_negative`.
 template <u32 N> __device__ __forceinline__ float tw_ha_top(const float (&s)[N / 2], u32 half, float from, bool not_negative) {
     if (not_negative) {
         int top = __float_as_int(from);

@@ -77,7 +77,7 @@ pub(super) fn words(case: &Case) -> Vec<&str> {
     case.op.trim_end_matches(CORE).split('/').next_back().unwrap_or("").split('+').collect()
 }
 
-/// Whether a plan attends by FP8 products.
+/// Returns true if a plan attends by FP8 products.
 fn multiplies_codes(ctx: &Ctx, desc: &AttentionDesc, by: AttnBackend) -> Result<bool> {
     let plan = AttentionPlan::with_backend(desc.clone(), None, by)?;
     plan.prepare(&ctx.stream)?;
