@@ -2,6 +2,7 @@
 
 use std::io::{BufRead, BufReader, Read};
 use std::process::{Child, Command, Output, Stdio};
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 use tilewire_testing::{Lack, did_not_run};
@@ -158,9 +159,17 @@ fn rank(place: (u32, u32), port: u16, secret: &str, more: &[&str]) -> Child {
         .unwrap()
 }
 
+/// A free port that the system gives nobody who asks for any: one of those (Linux has them from
+/// 32768 on) may be taken before the rank binds it.
 fn free_port() -> u16 {
-    let free = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
-    free.local_addr().unwrap().port()
+    static NEXT: AtomicU32 = AtomicU32::new(0);
+    loop {
+        let next = std::process::id() * 64 + NEXT.fetch_add(1, Ordering::Relaxed);
+        let port = 12_000 + (next % 20_000) as u16;
+        if std::net::TcpListener::bind(("127.0.0.1", port)).is_ok() {
+            return port;
+        }
+    }
 }
 
 /// The end of a rank that fails within `s` seconds, and its words.
