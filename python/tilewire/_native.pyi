@@ -10,7 +10,7 @@ from typing import Any, TypeAlias, final
 # A tensor of the framework's; this module needs none to be installed.
 _Tensor: TypeAlias = Any
 _Spec: TypeAlias = Mapping[str, Any]
-_Tensors: TypeAlias = Mapping[str, _Tensor | None]
+_Tensors: TypeAlias = Mapping[str, _Tensor | tuple[_Tensor, _Tensor, _Tensor] | None]
 
 __version__: str
 

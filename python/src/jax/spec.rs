@@ -471,7 +471,8 @@ impl Spec {
     fn forms(&self) -> Result<Forms> {
         let bias = self.arg("bias").map(|_| self.form("bias")).transpose()?;
         let [q, k, v] = ["q", "k", "v"].map(|n| self.form(n));
-        Ok(Forms { q: q?, k: k?, v: v?, bias, sink: self.arg("sink").is_some() })
+        let sink = self.arg("sink").is_some();
+        Ok(Forms { q: q?, k: k?, v: v?, bias, sink, blocks: false })
     }
 
     /// Fails unless the ranks' rows together are those of the sequences.

@@ -6,7 +6,7 @@ use pyo3::prelude::*;
 use tilewire::device::Device;
 use tilewire::ops::attention::{
     AttentionDesc, AttentionPlan, AttnGrads, AttnInputs, AttnMask, AttnOffsets, AttnOut, AttnSaved,
-    BiasShape, Dropout, FEW_QUERIES, Sequences,
+    BiasShape, Dropout, FEW_QUERIES, HeadScales, Sequences,
 };
 use tilewire::ops::collective::ReduceOp;
 use tilewire::ops::cp_attention::{CpAttentionDesc, CpAttentionPlan, CpConfig, Layout, Strategy};
@@ -70,6 +70,8 @@ pub struct Forms {
     pub v: Form,
     pub bias: Option<Form>,
     pub sink: bool,
+    /// FP8 codes with a scale for 128 tokens of a head.
+    pub blocks: bool,
 }
 
 impl Forms {
@@ -83,7 +85,7 @@ impl From<&AttnInputs> for Forms {
     fn from(x: &AttnInputs) -> Self {
         let bias = x.bias.as_ref().map(Form::from);
         let [q, k, v] = [&x.q, &x.k, &x.v].map(|o| Form::from(&o.data));
-        Self { q, k, v, bias, sink: x.sink.is_some() }
+        Self { q, k, v, bias, sink: x.sink.is_some(), blocks: x.q.scales.is_some() }
     }
 }
 
@@ -163,6 +165,9 @@ impl Spec {
             },
         };
         d.sink = x.sink;
+        if x.blocks {
+            d.scales = HeadScales::Block128;
+        }
         Ok(d)
     }
 
@@ -210,6 +215,9 @@ pub struct Tensors<'py> {
     cu_q: Option<Object<'py>>,
     #[pyo3(item)]
     cu_kv: Option<Object<'py>>,
+    /// Of FP8 q, k and v.
+    #[pyo3(item)]
+    scales: Option<[Object<'py>; 3]>,
 }
 
 /// The gradients of a call, by their names.
@@ -234,6 +242,11 @@ fn inputs(place: &Place, t: &Tensors<'_>) -> PyResult<(AttnInputs, AttnOut)> {
     let mut x = AttnInputs::new(get("q", &t.q)?, get("k", &t.k)?, get("v", &t.v)?);
     x.bias = place.optional("bias", t.bias.as_ref())?;
     x.sink = place.optional("sink", t.sink.as_ref())?;
+    if let Some([q, k, v]) = &t.scales {
+        x.q.scales = Some(get("scales of q", q)?);
+        x.k.scales = Some(get("scales of k", k)?);
+        x.v.scales = Some(get("scales of v", v)?);
+    }
     Ok((x, AttnOut { out: get("out", &t.out)?, lse: get("lse", &t.lse)? }))
 }
 

@@ -180,7 +180,7 @@ class Attention:
         spec.update(cu_q=lists, cu_kv=lists)
         tensors = dict(q=self.q, k=self.k, v=self.v, bias=None, sink=None)
         at = self.cu if cu is None else None
-        tensors.update(out=self.out, lse=self.lse, cu_q=at, cu_kv=at)
+        tensors.update(out=self.out, lse=self.lse, cu_q=at, cu_kv=at, scales=None)
         _native.attention_fwd(spec, tensors)
 
     def poison(self):

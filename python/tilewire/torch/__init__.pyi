@@ -403,9 +403,9 @@ def ep_combine(
 
 @overload
 def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    q: Tensor | QTensor,
+    k: Tensor | QTensor,
+    v: Tensor | QTensor,
     *,
     causal: bool = True,
     window: _Window = None,
@@ -421,9 +421,9 @@ def attention(
 ) -> Tensor: ...
 @overload
 def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    q: Tensor | QTensor,
+    k: Tensor | QTensor,
+    v: Tensor | QTensor,
     *,
     causal: bool = True,
     window: _Window = None,

@@ -7,6 +7,7 @@ from .._errors import InvalidArgument
 from . import _ops
 from ._functions import _autocast_dtype, _needs_grad, _once
 from ._nodes import Differentiable
+from ._quant import QTensor
 from ._world import handle_of
 
 
@@ -139,8 +140,8 @@ def _lengths(x, cu, size, what):
     return [0, x.shape[0] * size]
 
 
-def _run(q, k, v, world, size, kw):
-    _not_of_batches(q, kw["layout"], size)
+def _arguments(q, k, world, size, kw):
+    """Offsets in tensors (none, twice, if they are on the host), and the rest beside tensors."""
     left, right = _window(kw["causal"], kw["window"])
     late = None if world else _late(q, k, kw["cu_seqlens_q"], kw["cu_seqlens_kv"])
     if late is None:
@@ -153,7 +154,12 @@ def _run(q, k, v, world, size, kw):
         cu_q = cu_kv = []
     softcap = kw["softcap"] or None
     spec = (cu_q, cu_kv, left, right, kw["scale"], softcap, float(kw["dropout_p"]))
-    spec += (int(kw["seed"]), kw["layout"], kw["strategy"], kw["a2a_size"] or 1)
+    return late, spec + (int(kw["seed"]), kw["layout"], kw["strategy"], kw["a2a_size"] or 1)
+
+
+def _run(q, k, v, world, size, kw):
+    _not_of_batches(q, kw["layout"], size)
+    late, spec = _arguments(q, k, world, size, kw)
     bias, sink = kw["bias"], kw["sink"]
     dtype = _autocast_dtype(q)
     if dtype is not None:
@@ -167,6 +173,34 @@ def _run(q, k, v, world, size, kw):
     if q.dim() == 4:
         out = out.view(*q.shape[:3], v.shape[3])
         lse = lse.view(q.shape[2], *q.shape[:2])
+    return (out, lse) if kw["return_lse"] else out
+
+
+def _heads(x, what):
+    """The codes of a QTensor by heads, and its scales."""
+    fits = isinstance(x, QTensor) and x.recipe == "block128x128"
+    if not (fits and x.dtype == torch.float8_e4m3fn and x.shape[1] % 128 == 0):
+        raise InvalidArgument(
+            f'attention: q, k and v must all be tensors, or all `quantize(x, "block128x128")` of'
+            f" [tokens, heads * 128] as float8_e4m3fn; `{what}` is {x!r}"
+            if isinstance(x, QTensor)
+            else "attention: q, k and v must all be QTensors, or none of them"
+        )
+    return x.data.reshape(x.shape[0], -1, 128), x.scales
+
+
+def _of_codes(q, k, v, kw):
+    bias, sink = kw["bias"], kw["sink"]
+    if _needs_grad(bias, sink):
+        raise InvalidArgument("attention of QTensors has no gradient: pass bias and sink detached")
+    (q, q_scales), (k, k_scales), (v, v_scales) = (
+        _heads(x, what) for x, what in ((q, "q"), (k, "k"), (v, "v"))
+    )
+    late, spec = _arguments(q, k, 0, 1, kw)
+    at = _both(*late)
+    out, lse = _ops.attention_fp8(
+        q, k, v, q_scales, k_scales, v_scales, bias, sink, *at, *spec
+    )
     return (out, lse) if kw["return_lse"] else out
 
 
@@ -192,8 +226,9 @@ def attention(
     The last query sees the last key under a causal mask. Other keywords as :func:`cp_attention`.
 
     Args:
-        q: [tokens, heads, d] or [b, s, heads, d]; f32, bf16 or f16.
-        k, v: the same, with heads that divide q's; v may have another d.
+        q: [tokens, heads, d] or [b, s, heads, d]; f32, bf16 or f16. Or a :class:`QTensor` of
+            [tokens, heads * 128], float8_e4m3fn of recipe "block128x128": without gradients.
+        k, v: the same, with heads that divide q's; v may have another d. With a QTensor q QTensors.
         cu_seqlens_q, cu_seqlens_kv: row offsets of packed sequences, [sequences + 1]; those of the
             queries serve for the keys, too. Integer tensors on q's device are read when the call
             runs: nobody waits for them, and a CUDA graph follows offsets that change, as many as it
@@ -204,7 +239,9 @@ def attention(
 
     Returns:
         of q's form with v's d; with ``return_lse`` also the log-sum-exp [heads, tokens] (or [heads,
-        b, s]) f32, which has no gradient.
+        b, s]) f32, which has no gradient. Of QTensors [tokens, heads, 128] bf16: on sm_90a the
+        codes are multiplied as they are, with probabilities rounded to e4m3 (a relative 2^-4 each),
+        where there is no softcap, bias or dropout and the offsets are lists; else they are widened.
 
     Raises:
         InvalidArgument: shapes, dtypes, devices or offsets do not fit.
@@ -213,6 +250,8 @@ def attention(
     kw = dict(causal=causal, window=window, scale=scale, bias=bias, softcap=softcap, sink=sink)
     kw.update(cu_seqlens_q=cu_seqlens_q, cu_seqlens_kv=cu_seqlens_kv, return_lse=return_lse)
     kw.update(dropout_p=dropout_p, seed=seed, layout="contiguous", strategy=None, a2a_size=None)
+    if any(isinstance(x, QTensor) for x in (q, k, v)):
+        return _of_codes(q, k, v, kw)
     return _run(q, k, v, 0, 1, kw)
 
 

@@ -479,15 +479,37 @@ def _attention_meta(q, k, v, bias, sink, at_q, at_kv, world, grad, dbias, dsink,
     return out, q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
 
 
+def _tensors(q, k, v, bias, sink, at_q, at_kv, out, lse, scales=None):
+    tensors = {"q": q, "k": k, "v": v, "bias": bias, "sink": sink, "out": out, "lse": lse}
+    tensors["cu_q"], tensors["cu_kv"], tensors["scales"] = at_q, at_kv, scales
+    return tensors
+
+
 def _attention(q, k, v, bias, sink, at_q, at_kv, world, grad, dbias, dsink, *spec):
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     out, lse = _attention_meta(q, k, v, bias, sink, at_q, at_kv, world, grad, dbias, dsink)
-    tensors = {"q": q, "k": k, "v": v, "bias": bias, "sink": sink, "out": out, "lse": lse}
-    tensors["cu_q"], tensors["cu_kv"] = at_q, at_kv
+    tensors = _tensors(q, k, v, bias, sink, at_q, at_kv, out, lse)
     if world:
         _native.cp_attention_fwd(world, _spec(*spec), tensors, grad, dbias, dsink)
     else:
         _native.attention_fwd(_spec(*spec), tensors)
+    return out, lse
+
+
+def _attention_fp8_meta(
+    q, k, v, q_scales, k_scales, v_scales, bias, sink, at_q, at_kv, *spec
+):
+    out = q.new_empty((q.shape[0], q.shape[1], v.shape[2]), dtype=torch.bfloat16)
+    return out, q_scales.new_empty((q.shape[1], q.shape[0]))
+
+
+def _attention_fp8(q, k, v, q_scales, k_scales, v_scales, bias, sink, at_q, at_kv, *spec):
+    q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+    scales = q_scales.contiguous(), k_scales.contiguous(), v_scales.contiguous()
+    out, lse = _attention_fp8_meta(q, k, v, *scales, bias, sink, at_q, at_kv)
+    _native.attention_fwd(
+        _spec(*spec), _tensors(q, k, v, bias, sink, at_q, at_kv, out, lse, scales)
+    )
     return out, lse
 
 
@@ -508,8 +530,7 @@ def _attention_backward(
         d_out, q, k, v, bias, sink, at_q, at_kv, out, lse, world, dbias, dsink
     )
     dq, dk, dv, db, ds = grads
-    tensors = {"q": q, "k": k, "v": v, "bias": bias, "sink": sink, "out": out, "lse": lse}
-    tensors["cu_q"], tensors["cu_kv"] = at_q, at_kv
+    tensors = _tensors(q, k, v, bias, sink, at_q, at_kv, out, lse)
     given = {"d_out": d_out, "dq": dq, "dk": dk, "dv": dv}
     given["dbias"], given["dsink"] = db if dbias else None, ds if dsink else None
     if world:
@@ -528,6 +549,14 @@ attention = _define(
     f" Tensor? at_kv, int world, bool grad, bool dbias, bool dsink, {_SPEC}) -> (Tensor, Tensor)",
     _attention,
     _attention_meta,
+)
+# Codes [tokens, heads, 128], and a scale for 128 tokens of a head.
+attention_fp8 = _define(
+    "attention_fp8(Tensor q, Tensor k, Tensor v, Tensor q_scales, Tensor k_scales,"
+    " Tensor v_scales, Tensor? bias, Tensor? sink, Tensor? at_q, Tensor? at_kv,"
+    f" {_SPEC}) -> (Tensor, Tensor)",
+    _attention_fp8,
+    _attention_fp8_meta,
 )
 attention_backward = _define(
     "attention_backward(Tensor d_out, Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? sink,"
