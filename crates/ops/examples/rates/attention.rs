@@ -2,7 +2,7 @@
 //! several head dimensions, packed documents, softcap, bias and dropout. One JSON object a line,
 //! both passes by each backend that the device has, and where there are such kernels gradients by
 //! one (`hopper fused`) and the forward pass of the same numbers as e4m3 by FP8 products (`hopper
-//! fp8`) and widened (`auto fp8`); rates count the pairs that the mask shows.
+//! fp8`) and widened (`widened fp8`); rates count the pairs that the mask shows.
 //!
 //! `cargo run --release -p tilewire-ops --example rates attention [SEQ ...] [dDIM] [PASS]`, for
 //! causal masks of those lengths alone, heads of DIM columns, the pass `forward` or `backward`.
@@ -118,30 +118,29 @@ impl Case {
 /// Heads that there are FP8 products for.
 const FP8_DIM: usize = 128;
 
-fn fp8_plans(case: &Case) -> Result<[(&'static str, AttentionPlan); 2]> {
-    let (dtype, scales) = (DType::F8E4M3, HeadScales::Block128);
-    let desc = AttentionDesc { dtype, scales, ..case.desc()? };
-    let of = |by| AttentionPlan::with_backend(desc.clone(), None, by);
-    Ok([("hopper fp8", of(AttnBackend::Hopper)?), ("auto fp8", of(AttnBackend::Auto)?)])
+/// FP8 products, of scales of 128 rows, and widened codes, of a scale for each row.
+const FP8: [(&str, HeadScales, ScaleLayout); 2] = [
+    ("hopper fp8", HeadScales::Block128, ScaleLayout::Block128x128),
+    ("widened fp8", HeadScales::Token, ScaleLayout::Block1x128),
+];
+
+fn fp8_plan(case: &Case, scales: HeadScales) -> Result<AttentionPlan> {
+    let desc = AttentionDesc { dtype: DType::F8E4M3, scales, ..case.desc()? };
+    AttentionPlan::with_backend(desc, None, AttnBackend::Hopper)
 }
 
-/// The same numbers as e4m3, with a scale for 128 rows of a head.
-fn fp8_inputs(stream: &Stream, x: &AttnInputs) -> Result<AttnInputs> {
+/// The same numbers as e4m3, with the scales of a layout.
+fn fp8_inputs(stream: &Stream, x: &AttnInputs, layout: ScaleLayout) -> Result<AttnInputs> {
     let coded = |o: &AttnOperand| -> Result<AttnOperand> {
         let (seq, width) = (o.data.shape().dims()[0], o.data.shape().num_elems());
-        let desc = QuantDesc::new(
-            seq,
-            width / seq,
-            o.data.dtype(),
-            DType::F8E4M3,
-            ScaleLayout::Block128x128,
-        );
+        let desc = QuantDesc::new(seq, width / seq, o.data.dtype(), DType::F8E4M3, layout);
         let plan = QuantPlan::new(desc, None)?;
         plan.prepare(stream)?;
         let x = o.data.reshape(Shape::d2(desc.rows, desc.cols))?;
         let done = plan.launch(stream, QuantInputs::new(&desc, &x)?)?.wait()?;
         let q = done.row.ok_or_else(|| Error::internal("rows were asked for"))?;
-        let scales = Shape::d2(seq.div_ceil(128), width / seq / FP8_DIM);
+        let heads = width / seq / FP8_DIM;
+        let scales = Shape::d2(q.scales.shape().num_elems() / heads, heads);
         Ok(AttnOperand { data: q.data, scales: Some(q.scales.reshape(scales)?) })
     };
     Ok(AttnInputs::new(coded(&x.q)?, coded(&x.k)?, coded(&x.v)?))
@@ -170,10 +169,11 @@ fn bench(ctx: &CudaContext, case: &Case, pass: Option<&str>) -> Result<()> {
     let like = |h: usize| empty(DType::BF16, Shape::d3(seq, h, dim));
     let (out, lse) = (like(heads.0)?, empty(DType::F32, Shape::d2(heads.0, seq))?);
     let grads = AttnGrads::new(like(heads.0)?, like(heads.1)?, like(heads.1)?);
-    let coded = match FP8_DIM == dim && case.extra.is_empty() {
-        true => Some((fp8_plans(case)?, fp8_inputs(&stream, &x)?)),
-        false => None,
-    };
+    let fits = FP8_DIM == dim && case.extra.is_empty();
+    let coded = FP8.iter().filter(|_| fits).map(|(name, scales, layout)| {
+        Ok((name, fp8_plan(case, *scales)?, fp8_inputs(&stream, &x, *layout)?))
+    });
+    let coded = coded.collect::<Result<Vec<_>>>()?;
     let fwd = |plan: &AttentionPlan, x: &AttnInputs| {
         let out = AttnOut { out: out.clone(), lse: lse.clone() };
         plan.launch_fwd(&stream, x, out).map(drop)
@@ -202,12 +202,12 @@ fn bench(ctx: &CudaContext, case: &Case, pass: Option<&str>) -> Result<()> {
             turns.push(Turn::new("hopper unordered", "backward", Box::new(|| bwd(&unordered))));
         }
     }
-    for (name, plan, x) in coded.iter().flat_map(|(p, x)| p.iter().map(move |(n, p)| (*n, p, x))) {
+    for (name, plan, x) in &coded {
         match plan.prepare(&stream) {
             Err(e) if e.is_unsupported() => {}
             r => {
                 r?;
-                turns.push(Turn::new(name, "forward", Box::new(move || fwd(plan, x))));
+                turns.push(Turn::new(*name, "forward", Box::new(move || fwd(plan, x))));
             }
         }
     }

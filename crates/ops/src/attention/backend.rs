@@ -13,8 +13,10 @@ pub enum AttnBackend {
     /// sequences of the plan and of the launch have at most 16 queries, kernels that cut the keys
     /// into pieces: bf16 or f16, head dimensions that are multiples of 8 up to 256, a positive
     /// scale, no softcap, bias or dropout, and sequences that the host knows. Other forward passes
-    /// of f8e4m3 with scales of 128 tokens as [`Hopper`](AttnBackend::Hopper) multiplies them,
-    /// where it supports the description and the launch, else widened.
+    /// of f8e4m3 with scales of 128 tokens and bf16 results as [`Hopper`](AttnBackend::Hopper)
+    /// multiplies them; widened where it does not support the description, where a launch has
+    /// offsets or more sequences than the plan and than 512, and where q, k, v or out do not begin
+    /// at multiples of 16 bytes.
     #[default]
     Auto,
     /// tilewire's kernels for sm_80 and newer: every type, head dimension and option.

@@ -19,13 +19,14 @@
 //! ([`HeadScales`]), `value = data * scale`; the output and the gradients are bf16 then. On devices
 //! q, k and v of FP8 are rounded to the type that [`AttentionDesc::widened`] says, and
 //! probabilities of 16-bit types to these before their products; where the kernel of FP8 is asked
-//! for ([`AttnBackend::Hopper`]), codes stay what they are, and probabilities are rounded to e4m3.
-//! All other arithmetic is f32 (but for sums of FP8 products, `docs/protocols/attention.md`):
+//! for or chosen ([`AttnBackend`]), codes stay what they are, and probabilities are rounded to
+//! e4m3. All other arithmetic is f32 (but for sums of FP8 products, `docs/protocols/attention.md`):
 //! online softmax over tiles of keys with the running maximum, sum and accumulator kept unrounded
 //! (Dao et al., FlashAttention, 2022), and the backward pass from `lse` and `delta = <d_out, out>`.
-//! The order of tiles depends on shapes alone: equal inputs give equal bits. Where all sequences
-//! have few queries ([`FEW_QUERIES`]) it depends on all sequences of the launch, on those of the
-//! plan and on the device's multiprocessors, too.
+//! The order of tiles depends on shapes alone: equal inputs give equal bits. Where a plan chooses
+//! the kernel of FP8 it depends on whether all addresses are multiples of 16, too. Where all
+//! sequences have few queries ([`FEW_QUERIES`]) it depends on all sequences of the launch, on those
+//! of the plan and on the device's multiprocessors, too.
 //!
 //! # Where
 //! | | |

@@ -1,6 +1,6 @@
 //! Attention by FP8 products against the oracle: on a GPU, or an emulated device.
 
-use tilewire_core::{DType, Shape};
+use tilewire_core::{DType, Rng, Shape};
 use tilewire_device::Tensor;
 use tilewire_ops::attention::{
     AttentionDesc, AttentionPlan, AttnBackend, AttnInputs, AttnMask, AttnOperand, AttnOut, Dropout,
@@ -151,24 +151,52 @@ fn plans_that_may_choose_multiply_codes() {
         let text = explain(&other);
         assert!(text.contains("widened to bf16") && !text.contains(PRODUCTS), "{text}");
     }
-    // More sequences than the plan was made for, and codes at no multiple of 16 bytes: widened.
-    let ends: Vec<usize> = (0..=200).collect();
-    let each = Sequences::packed(&ends, &ends).unwrap();
-    launches_by(&g, &d, AttnBackend::Auto, each);
-    let plan = AttentionPlan::with_backend(d, None, AttnBackend::Auto).unwrap();
-    plan.prepare(&g.stream).unwrap();
-    let place = |t: Tensor| t.to(&g.device).unwrap();
-    let zeros = |t, rows, cols| place(Tensor::zeros(t, Shape::d2(rows, cols)));
-    let late = |heads: usize| {
-        let data = zeros(DType::F8E4M3, 200 * heads * 128 + 1, 1).rows(1, 200 * heads * 128);
-        let data = data.unwrap().reshape(Shape::d2(200, heads * 128)).unwrap();
-        AttnOperand { data, scales: Some(zeros(DType::F32, 2, heads)) }
+    // More sequences than the plan was made for.
+    launches_by(&g, &of(MANY, (2, 1), AttnMask::CAUSAL), AttnBackend::Auto, each_row(MANY));
+    odd_addresses(&g, &d);
+}
+
+/// More sequences than a plan takes that is made for fewer.
+const MANY: usize = 600;
+
+fn each_row(num: usize) -> Sequences {
+    let ends: Vec<usize> = (0..=num).collect();
+    Sequences::packed(&ends, &ends).unwrap()
+}
+
+/// Codes at no multiple of 16 bytes, by a plan that may choose: near what the portable kernels make
+/// of the same ones.
+fn odd_addresses(g: &Gpu, d: &AttentionDesc) {
+    let mut rng = Rng::new(3);
+    let mut random = |t, rows: usize, cols: usize| {
+        let values: Vec<f32> = (0..rows * cols).map(|_| rng.normal()).collect();
+        Tensor::from_f32(&values, t, Shape::d2(rows, cols)).unwrap().to(&g.device).unwrap()
     };
-    let out = place(Tensor::poisoned(DType::BF16, Shape::d2(200, 256)));
-    let x = AttnInputs::new(late(2), late(1), late(1));
-    let to = AttnOut { out, lse: zeros(DType::F32, 2, 200) };
-    let done = plan.launch_fwd(&g.stream, &x, to).unwrap().wait().unwrap();
-    assert!(done.out.to_f32().unwrap().iter().all(|v| *v == 0.0), "values are zero");
+    let rows = d.sequences.tokens_q;
+    let mut late = |heads: usize| {
+        let num = rows * heads * 128;
+        let data = random(DType::F8E4M3, num + 1, 1).rows(1, num).unwrap();
+        let data = data.reshape(Shape::d2(rows, heads * 128)).unwrap();
+        let scales = vec![0.3f32; rows.div_ceil(128) * heads];
+        let scales = Tensor::from_slice(&scales, Shape::d2(rows.div_ceil(128), heads)).unwrap();
+        AttnOperand { data, scales: Some(scales.to(&g.device).unwrap()) }
+    };
+    let x = AttnInputs::new(late(d.heads_q), late(d.heads_kv), late(d.heads_kv));
+    let run = |by| {
+        let plan = AttentionPlan::with_backend(d.clone(), None, by).unwrap();
+        plan.prepare(&g.stream).unwrap();
+        let out = Tensor::poisoned(DType::BF16, Shape::d2(rows, d.heads_q * 128));
+        let lse = Tensor::poisoned(DType::F32, Shape::d2(d.heads_q, rows));
+        let [out, lse] = [out, lse].map(|t| t.to(&g.device).unwrap());
+        let done = plan.launch_fwd(&g.stream, &x, AttnOut { out, lse }).unwrap().wait().unwrap();
+        done.out.to_f32().unwrap()
+    };
+    let (got, want) = (run(AttnBackend::Auto), run(AttnBackend::Portable));
+    assert!(want.iter().any(|v| *v != 0.0), "values");
+    for (a, b) in got.iter().zip(&want) {
+        // Both round probabilities, and results, to bf16: values are at most 1.2 or so.
+        assert!((a - b).abs() <= 2.5e-2, "{a}, not {b}");
+    }
 }
 
 #[test]
@@ -208,9 +236,20 @@ fn what_fp8_products_do_not_do_is_refused() {
     let late = AttnOperand { data: late.reshape(Shape::d2(200, 128)).unwrap(), ..coded(1, 2) };
     let e = launch(&AttnInputs { v: late, ..x.clone() }).unwrap_err();
     assert!(e.to_string().contains("multiple of 16 bytes"), "{e}");
-    let ends: Vec<usize> = (0..=200).collect();
-    let each = Sequences::packed(&ends, &ends).unwrap();
-    let e = launch(&AttnInputs { sequences: Some(each), ..x }).unwrap_err();
+    let each = each_row(MANY);
+    let plan = AttentionPlan::with_backend(of(MANY, (2, 1), AttnMask::CAUSAL), None, {
+        AttnBackend::Hopper
+    });
+    let plan = plan.unwrap();
+    plan.prepare(&g.stream).unwrap();
+    let coded = |heads| AttnOperand {
+        data: zeros(DType::F8E4M3, MANY, heads * 128),
+        scales: Some(zeros(DType::F32, MANY.div_ceil(128), heads)),
+    };
+    let x = AttnInputs::new(coded(2), coded(1), coded(1));
+    let to = AttnOut { out: zeros(DType::BF16, MANY, 256), lse: zeros(DType::F32, 2, MANY) };
+    let e = plan.launch_fwd(&g.stream, &AttnInputs { sequences: Some(each), ..x }, to).map(drop);
+    let e = e.unwrap_err();
     assert!(e.to_string().contains("more sequences"), "{e}");
     g.stream.synchronize().unwrap();
 }

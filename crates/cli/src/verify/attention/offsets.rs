@@ -1,5 +1,5 @@
-//! Launches by offsets: the bits of launches whose sequences the host knows, but for few queries,
-//! which other kernels attend to there; offsets that cannot be used.
+//! Launches by offsets: the bits of launches whose sequences the host knows, but for few queries
+//! and FP8 products, which other kernels attend to there; offsets that cannot be used.
 
 use std::ops::Range;
 

@@ -21,8 +21,8 @@ use crate::attention::{AttentionDesc, AttnBackend, HeadScales};
 use crate::common::counters::Counters;
 use crate::common::cuda::{lacks_sm90, load, workspace};
 
-/// Sequences that a launch may have at least, if its plan has fewer.
-const SEQUENCES: usize = 64;
+/// Sequences that a launch may have at least, if its plan has fewer: as many as any plan takes.
+const SEQUENCES: usize = 512;
 /// Bytes of the transposed values of a block of keys and a head.
 const BLOCK_BYTES: usize = FP8_KEYS * FP8_DIM;
 
@@ -57,14 +57,23 @@ pub(super) struct HopperFp8 {
     pub optional: bool,
 }
 
-/// Numbers the blocks of keys of segments that belong to a sequence, which come first: how many
-/// such segments there are, and blocks. A segment has a block for each scale that its rows have.
+/// Blocks of keys of a segment: one for each scale that its rows have.
+fn blocks_of(s: &TwSeg) -> u32 {
+    let keys = FP8_KEYS as u32;
+    (s.row + s.len).div_ceil(keys) - s.row / keys
+}
+
+/// Returns the blocks of keys of segments, of which those that belong to a sequence come first.
+pub(super) fn count_blocks(segs: &[TwSeg]) -> u32 {
+    segs.iter().take_while(|s| s.shift != GAP).map(blocks_of).sum()
+}
+
+/// Numbers these blocks: how many segments belong to a sequence, and the blocks.
 pub(super) fn number_blocks(segs: &mut [TwSeg]) -> (usize, u32) {
     let num = segs.iter().position(|s| s.shift == GAP).unwrap_or(segs.len());
-    let keys = FP8_KEYS as u32;
     let blocks = segs[..num].iter_mut().fold(0, |blocks, s| {
         s.tile = blocks;
-        blocks + (s.row + s.len).div_ceil(keys) - s.row / keys
+        blocks + blocks_of(s)
     });
     (num, blocks)
 }
@@ -78,7 +87,9 @@ impl HopperFp8 {
     pub fn of(ctx: &CudaContext, d: &AttentionDesc, backend: AttnBackend) -> Result<Option<Self>> {
         match backend {
             AttnBackend::Hopper if d.scales == HeadScales::Block128 => {}
-            AttnBackend::Auto if core_lacks(ctx, (backend, unfit(d)))?.is_none() => {}
+            // Wider results are of f32 arithmetic.
+            AttnBackend::Auto
+                if d.out == DType::BF16 && core_lacks(ctx, (backend, unfit(d)))?.is_none() => {}
             _ => return Ok(None),
         }
         match Self::new(ctx, d, backend == AttnBackend::Auto) {
@@ -110,7 +121,11 @@ impl HopperFp8 {
 
     /// Returns what is used, for people.
     pub fn name(&self) -> String {
-        format!("FP8 products on sm_90a (tiles {FP8_ROWS}x{FP8_KEYS}), launches by offsets by ")
+        let others = match self.optional {
+            true => "launches by offsets, of more sequences and at odd addresses",
+            false => "launches by offsets",
+        };
+        format!("FP8 products on sm_90a (tiles {FP8_ROWS}x{FP8_KEYS}), {others} by ")
     }
 
     /// Returns whether it takes a launch with these addresses and numbered segments of keys, which
@@ -232,6 +247,7 @@ mod tests {
         let seqs = Sequences::padded((q, q), kv).unwrap();
         let (_, mut kv) = whole(&seqs);
         let (num, blocks) = number_blocks(&mut kv);
+        assert_eq!(count_blocks(&kv), blocks);
         let seen: Vec<_> = kv[..num].iter().map(|s| (s.row, s.len, s.tile)).collect();
         assert_eq!((seen, blocks), (vec![(0, 100, 0), (100, 128, 1), (300, 1, 3)], 4));
         assert!(num < kv.len() && kv[num..].iter().all(|s| s.shift == GAP), "{kv:?}");

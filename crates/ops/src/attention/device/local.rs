@@ -5,9 +5,9 @@ use std::sync::Arc;
 use tilewire_core::Result;
 use tilewire_device::Tensor;
 use tilewire_device::cuda::{CudaContext, CudaStream};
-use tilewire_kernels::abi::{TwAttn, TwSeg};
+use tilewire_kernels::abi::TwAttn;
 
-use super::hopper_fp8::number_blocks;
+use super::hopper_fp8::count_blocks;
 use super::queue::{Kernels, Prepared, Sides, inputs, inputs_bwd, param, param_bwd};
 use super::space::{Space, Sums};
 use crate::attention::backend::Fusion;
@@ -16,11 +16,6 @@ use crate::attention::table::whole;
 use crate::attention::{AttentionDesc, AttnBackend, AttnGrads, AttnOut, AttnSaved};
 use crate::common::cuda::{addr, hold, holding};
 use crate::common::workspaces::Workspaces;
-
-/// The blocks of keys of a launch's segments.
-fn blocks_of(keys: &[TwSeg]) -> u32 {
-    number_blocks(&mut keys.to_vec()).1
-}
 
 /// Kernels and workspaces of a plan. Launches on different streams may overlap.
 pub(crate) struct Local {
@@ -106,7 +101,7 @@ impl Local {
                 }
                 let fp8 = (&self.kernels.fp8, &by.space.turned, &tables);
                 if let (Some(f), Some(values), Some(tables)) = fp8
-                    && (!f.optional || f.takes(&p, blocks_of(&tables.1)).is_ok())
+                    && (!f.optional || f.takes(&p, count_blocks(&tables.1)).is_ok())
                 {
                     return by.fp8(stream, (d, &given, &p), (f, values), tables.clone());
                 }

@@ -67,7 +67,7 @@ pub(super) struct Kernels {
     pub by_offsets: ByOffsets,
     /// Those of launches whose sequences have few queries.
     pub split: Option<SplitKeys>,
-    /// That of FP8 products, if it was asked for.
+    /// That of FP8 products, if it was asked for or is chosen.
     pub fp8: Option<HopperFp8>,
     pub sizes: Sizes,
 }
