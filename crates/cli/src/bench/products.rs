@@ -1,9 +1,10 @@
 //! `tilewire bench` of what multiplies: products, and products beside a collective.
 //!
-//! Comm+GEMM operations have a row for each way, timed in the same run: `sequential` by our
-//! collective and by NCCL (the faster is `t_seq`), `pipelined` with several chunks, and what
-//! `prepare` chooses. `t_gemm` is the product of all rows alone (compute only), `t_comm` the faster
-//! of our collective and NCCL's alone. Results are checked element by element on inputs whose
+//! Comm+GEMM operations have a row for each way, sampled in turn, so that the card's clock, which
+//! power limits, is one for all: `sequential` by our collective and by NCCL (the faster is
+//! `t_seq`), `pipelined` with several chunks, and what `prepare` chooses. `t_gemm` is the product
+//! of all rows alone (compute only), `t_comm` the faster of our collective and NCCL's alone, both
+//! sampled in the same turns. Results are checked element by element on inputs whose
 //! products are sums of eight small integers times a power of two, so that they are exact in every
 //! type and order; what is timed has random data.
 
@@ -35,6 +36,9 @@ enum Plan {
     Rs(GemmRsPlan),
     Ar(GemmArPlan),
 }
+
+/// What queues one run of something.
+pub(super) type Queued<'a> = Box<dyn Fn() -> Result<()> + 'a>;
 
 /// Operands and output of a comm+GEMM operation on this rank.
 struct Tensors {
@@ -234,8 +238,8 @@ impl Bench<'_> {
         Ok(bad.saturating_add(u64::from(got.len() != rows.len() * n)))
     }
 
-    /// The product alone: microseconds and wrong elements.
-    fn gemm(&self) -> Result<(Time, u64)> {
+    /// The product alone, on random operands, and the wrong elements of its result on exact ones.
+    fn gemm(&self) -> Result<(Queued<'_>, u64)> {
         let (m, n, k) = self.sizes();
         let me = self.team.rank().idx();
         let plan = GemmPlan::new(GemmDesc::nt(m, n, k, self.o.dtype))?;
@@ -245,11 +249,11 @@ impl Bench<'_> {
         plan.launch(&self.stream, GemmInputs::new(&x, &w, out.clone()))?.wait()?;
         let bad = self.count_wrong(&out, 0..m, &[(x_of(me), w_of(me))])?;
         let (x, w) = (self.noise(m, k)?, self.noise(n, k)?);
-        let time = self.time(|| {
+        let queued = move || {
             let t = GemmInputs::new(&x, &w, out.clone());
             plan.launch(&self.stream, t)?.join(&self.stream).map(|_| ())
-        })?;
-        Ok((time, self.wrong(bad)?))
+        };
+        Ok((Box::new(queued), self.wrong(bad)?))
     }
 
     pub(super) fn flop(&self) -> f64 {
@@ -258,13 +262,14 @@ impl Bench<'_> {
     }
 
     fn gemm_row(&self) -> Result<Row> {
-        let (t, wrong) = self.gemm()?;
+        let (gemm, wrong) = self.gemm()?;
+        let t = self.time(gemm)?;
         let row = self.row("gemm", self.shape_text(), t, wrong, tflops(self.flop(), t.us))?;
         Ok(Row { t_gemm_us: Some(t.us), ..row })
     }
 
     /// A collective alone; `None` without NCCL.
-    fn alone(&self, op: &str, backend: CollectiveBackend) -> Result<Option<Time>> {
+    fn alone(&self, op: &str, backend: CollectiveBackend) -> Result<Option<Queued<'_>>> {
         let (m, n, k) = self.sizes();
         let mine = self.my_rows()?.len();
         let sum = ReduceOp::Sum;
@@ -281,8 +286,9 @@ impl Bench<'_> {
         }
         let (x, out) =
             (self.noise(rows_in, cols)?, self.poisoned(self.o.dtype, Shape::d2(rows_out, cols))?);
-        self.time(|| plan.launch(&self.stream, m, &x, &out)?.join(&self.stream).map(|_| ()))
-            .map(Some)
+        Ok(Some(Box::new(move || {
+            plan.launch(&self.stream, m, &x, &out)?.join(&self.stream).map(|_| ())
+        })))
     }
 
     pub(super) fn my_rows(&self) -> Result<Range<usize>> {
@@ -311,47 +317,59 @@ impl Bench<'_> {
     fn overlapped(&self, op: &str) -> Result<Vec<Row>> {
         let (size, m, flop) = (self.team.size(), self.sizes().0, self.flop());
         let me = self.team.rank().idx();
-        let (t_gemm, gemm_wrong) = self.gemm()?;
+        let (gemm, gemm_wrong) = self.gemm()?;
         let ours = self.alone(op, CollectiveBackend::Put)?;
-        self.heap.collect()?;
         let nccl = self.alone(op, CollectiveBackend::Nccl)?;
-        self.heap.collect()?;
         let (exact, noise, stored) = self.operands(op)?;
         let pairs: Vec<_> = match op {
             "ag_gemm" => vec![(x_of(0), w_of(me))],
             _ => (0..size).map(|r| (x_of(r), w_of(r))).collect(),
         };
         let of = |algo, chunks| Some(OverlapConfig::of(algo, chunks));
-        let mut ways = vec![of(Algo::Sequential, 1)];
+        let mut configs = vec![of(Algo::Sequential, 1)];
         if nccl.is_some() {
-            ways.push(Some(OverlapConfig::by_nccl()));
+            configs.push(Some(OverlapConfig::by_nccl()));
         }
-        ways.extend([1, 2, 4].map(|chunks| of(Algo::Pipelined, chunks)));
-        ways.extend([1, 4].map(|chunks| of(Algo::Ring, chunks)));
-        ways.push(None);
-        let mut rows = Vec::new();
-        for config in ways {
+        configs.extend([1, 2, 4].map(|chunks| of(Algo::Pipelined, chunks)));
+        configs.extend([1, 4].map(|chunks| of(Algo::Ring, chunks)));
+        configs.push(None);
+        let mut ways = Vec::new();
+        for config in configs {
             let plan = Plan::new(self, op, config)?;
             exact.out.poison()?;
             plan.launch(&self.stream, m, &exact)?;
             self.stream.synchronize()?;
             self.team.check()?;
             let bad = self.count_wrong(&exact.out, stored.clone(), &pairs)?;
-            let t = self.time(|| plan.launch(&self.stream, m, &noise))?;
-            let way = match (config, plan.config()?) {
-                (Some(_), c) => format!("{op}/{} s{}", c.name(), c.sub_chunks),
-                (None, _) => op.to_owned(),
-            };
-            let text = match config {
-                Some(_) => String::new(),
-                None => format!("; chosen: {}", plan.config()?),
-            };
-            let wrong = self.wrong(bad)? + gemm_wrong;
-            let note = format!("{}{text}", tflops(flop, t.us));
-            rows.push(self.row(&way, self.shape_text(), t, wrong, note)?);
-            drop(plan);
-            self.heap.collect()?;
+            ways.push((config, plan, self.wrong(bad)? + gemm_wrong));
         }
+        let launches: Vec<_> =
+            ways.iter().map(|(_, plan, _)| || plan.launch(&self.stream, m, &noise)).collect();
+        // The parts, then the ways.
+        let parts = [Some(&gemm), ours.as_ref(), nccl.as_ref()];
+        let queued = parts.into_iter().flatten().map(|part| part as &dyn Fn() -> Result<()>);
+        let queued: Vec<_> = queued.chain(launches.iter().map(|l| l as _)).collect();
+        let mut times = self.in_turn(&queued, || Ok(()))?.into_iter();
+        let mut next = || times.next().ok_or_else(|| Error::internal("each way has a time"));
+        let t_gemm = next()?;
+        let ours = ours.is_some().then(&mut next).transpose()?;
+        let nccl = nccl.is_some().then(&mut next).transpose()?;
+        let mut rows = Vec::new();
+        for (config, plan, wrong) in &ways {
+            let (t, chosen) = (next()?, plan.config()?);
+            let (way, text) = match config {
+                Some(_) => {
+                    (format!("{op}/{} s{}", chosen.name(), chosen.sub_chunks), String::new())
+                }
+                None => (op.to_owned(), format!("; chosen: {chosen}")),
+            };
+            let note = format!("{}{text}", tflops(flop, t.us));
+            rows.push(self.row(&way, self.shape_text(), t, *wrong, note)?);
+        }
+        drop(queued);
+        drop(launches);
+        drop(ways);
+        self.heap.collect()?;
         let by_us = |a: &Time, b: &Time| a.us.total_cmp(&b.us);
         let comm_time = ours.into_iter().chain(nccl).min_by(by_us);
         let sequential = rows.iter().filter(|r| r.op.contains("/sequential"));
