@@ -122,10 +122,20 @@ def bench_of_one():
         argv = tilewire("bench --backend vmm --dtype bf16 --json --ranks 1 --op", ops, shape)
         yield Config(f"op-{ops.replace(',', '-')}", argv, by_bench, takes=1)
     needs = no_torch()
-    for rates in ["grouped", "attention", "decode"]:
+    for rates in ["grouped", "attention", "masks", "decode"]:
         yield Config(
             f"rates-torch-{rates}",
             ["python3", str(HERE / "torch_rates.py"), rates],
+            by_bench,
+            preload=False,
+            needs=needs,
+            takes=1,
+        )
+    needs = None if importlib.util.find_spec("jax") else "jax is not there"
+    for rates in ["attention", "grouped"]:
+        yield Config(
+            f"rates-jax-{rates}",
+            ["python3", str(HERE / "jax_rates.py"), rates],
             by_bench,
             preload=False,
             needs=needs,

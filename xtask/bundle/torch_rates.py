@@ -2,9 +2,10 @@
 """What torch makes of the shapes of `rates attention`, `rates decode` and `rates grouped`: the
 baseline of the same call, a line of JSON each.
 
-FlashAttention-2 and cuDNN by scaled_dot_product_attention, products of groups by torch._grouped_mm;
-medians of 20, ten behind one another after a rest and a warm-up, and ten once more; random inputs,
-bf16. Takes `attention`, `decode` or `grouped`.
+FlashAttention-2 and cuDNN by scaled_dot_product_attention; a window and packed documents by
+FlashAttention-2 itself and by flex_attention, compiled; products of groups by torch._grouped_mm.
+Medians of 20, ten behind one another after a rest and a warm-up, and ten once more; random inputs,
+bf16. Takes `attention`, `masks`, `decode` or `grouped`.
 """
 
 import json
@@ -13,6 +14,7 @@ import time
 from statistics import median
 
 import torch
+from shapes import GROUPED, sizes
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -74,6 +76,59 @@ def attention(seq, heads=32, kv_heads=8, dim=128):
             tell(2.5 * flops, bwd, **what, **{"pass": "backward"})
 
 
+def flex(seq, heads, kv_heads, dim, visible):
+    """A forward and a backward pass by flex_attention, of a mask of queries and keys."""
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    q = random(1, heads, seq, dim, grad=True)
+    k, v = (random(1, kv_heads, seq, dim, grad=True) for _ in range(2))
+    d_out = random(1, heads, seq, dim)
+    seen = create_block_mask(visible, None, None, seq, seq, device="cuda", _compile=True)
+    compiled = torch.compile(flex_attention, dynamic=False)
+    fwd = lambda: compiled(q, k, v, block_mask=seen, enable_gqa=True)
+    out = fwd()
+    return fwd, lambda: torch.autograd.grad(out, (q, k, v), d_out, retain_graph=True)
+
+
+def flash(seq, heads, kv_heads, dim, document, window):
+    """The same by FlashAttention-2 as torch ships it, of packed documents, or a window."""
+    q, d_out = random(seq, heads, dim), random(seq, heads, dim)
+    k, v = random(seq, kv_heads, dim), random(seq, kv_heads, dim)
+    ends = torch.arange(0, seq + 1, document, dtype=torch.int32, device="cuda")
+    mask = {"window_size_left": window - 1, "window_size_right": 0} if window else {}
+    packed = (ends, ends, document, document, 0.0, True)
+    fwd = lambda: torch.ops.aten._flash_attention_forward(q, k, v, *packed, False, **mask)
+    out, lse, state, unused, _ = fwd()
+    bwd = lambda: torch.ops.aten._flash_attention_backward(
+        d_out, q, k, v, out, lse, *packed, state, unused, **mask
+    )
+    return fwd, bwd
+
+
+def masks(seq=32768):
+    """A window of 1024 keys, and documents of equal rows, as `rates attention` has them."""
+    cases = [(seq, 1024, 64, 8, 64)] + [(d, 0, 32, 8, 128) for d in [256, 1024, 8192]]
+    for document, window, heads, kv_heads, dim in cases:
+        if window:
+            pairs = seq * window - window * window / 2
+            visible = lambda b, h, q, kv, w=window: (q >= kv) & (q - kv < w)
+        else:
+            pairs = seq * document / 2
+            visible = lambda b, h, q, kv, d=document: (q >= kv) & (q // d == kv // d)
+        shape = (seq, heads, kv_heads, dim)
+        for name, passes in [
+            ("flex_attention", lambda: flex(*shape, visible)),
+            ("flash attention", lambda: flash(*shape, document, window)),
+        ]:
+            what = {"work": f"torch {name}", "seq": seq, "document": document, "window": window}
+            what |= {"heads": f"{heads}/{kv_heads}", "dim": dim}
+            fwd, bwd = passes()
+            flops = 4.0 * pairs * dim * heads
+            with torch.no_grad():
+                tell(flops, fwd, **what, **{"pass": "forward"})
+            tell(2.5 * flops, bwd, **what, **{"pass": "backward"})
+
+
 COLD_BYTES, LAUNCHES = 400 << 20, 8
 
 
@@ -121,15 +176,6 @@ DECODE = [(1, q, kib << 10, 32, 8) for kib in [1, 4, 16, 64, 128] for q in [1, 4
 ]
 
 
-def sizes(groups, rows, even):
-    """Rows of each group: equal, or 1 : 3 : 5 ... in a mixed order. As in `rates grouped`."""
-    if even:
-        return [rows * (e + 1) // groups - rows * e // groups for e in range(groups)]
-    mixed = [(e * 5 + 3) % groups for e in range(groups)]
-    of = lambda i: rows * i * i // (groups * groups)
-    return [of(i + 1) - of(i) for i in mixed]
-
-
 def grouped(groups, rows, n, k, even):
     ends = torch.tensor(sizes(groups, rows, even)).cumsum(0).to(device="cuda", dtype=torch.int32)
     x, dy, w = random(rows, k), random(rows, n), random(groups, n, k)
@@ -143,21 +189,13 @@ def grouped(groups, rows, n, k, even):
         tell(2.0 * rows * n * k, launch, work="torch._grouped_mm", **shape)
 
 
-GROUPED = [
-    (32, 32768, 4096, 7168),
-    (32, 32768, 7168, 2048),
-    (8, 32768, 4096, 7168),
-    (32, 8192, 4096, 7168),
-    (128, 16384, 2048, 5120),
-    (64, 512, 4096, 7168),
-]
-
-
 def main():
     torch.manual_seed(1)
     if sys.argv[1:] == ["attention"]:
         for seq in [4096, 16384]:
             attention(seq)
+    elif sys.argv[1:] == ["masks"]:
+        masks()
     elif sys.argv[1:] == ["decode"]:
         for shape in DECODE:
             decode(*shape)
@@ -166,7 +204,7 @@ def main():
             for even in [True, False]:
                 grouped(*shape, even)
     else:
-        sys.exit("torch_rates.py attention|decode|grouped")
+        sys.exit("torch_rates.py attention|masks|decode|grouped")
 
 
 if __name__ == "__main__":

@@ -4,7 +4,10 @@
 Takes the number of ranks, and shapes as `ag_gemm|gemm_rs,M,N,K`: columns and contraction of one
 rank. Each rank is a process with a GPU of its own; medians of 9 samples after a warm-up, each of
 launches that follow each other for 10 ms, as `tilewire bench` times ours, of the slowest rank;
-random inputs, bf16. NVLink multicast must be off (run.sh sees to it).
+random inputs, bf16. `us`: weights (K, N) in memory; `us_nt`: (N, K), as `torch.nn.Linear` has them
+and ours are; `ours_us`, where `tilewire.torch` can be imported: our operation as `prepare` chooses
+it, on those weights, with the elements of its result that differ from torch's. All of them are
+sampled in turn. NVLink multicast must be off (run.sh sees to it).
 """
 
 import json
@@ -29,11 +32,25 @@ def sample_us(torch, launch, num):
     return slowest.item()
 
 
-def time_us(torch, launch):
-    """The median over samples. All ranks have the same number of launches in each."""
-    once = sample_us(torch, launch, WARM)
-    num = max(1, round(SAMPLE_US / once))
-    return median(sample_us(torch, launch, num) for _ in range(SAMPLES))
+def times_us(torch, ways):
+    """The medians over samples, which ways take in turn. All ranks have the same launches."""
+    once = {name: sample_us(torch, launch, WARM) for name, launch in ways.items()}
+    samples = {name: [] for name in ways}
+    for i in range(SAMPLES):
+        for name in list(ways) if i % 2 == 0 else reversed(ways):
+            num = max(1, round(SAMPLE_US / once[name]))
+            samples[name].append(sample_us(torch, ways[name], num))
+    return {name: round(median(all_of), 1) for name, all_of in samples.items()}
+
+
+def ours(rank):
+    """Our operations in a world of all ranks, or none where the package is not there."""
+    try:
+        import tilewire.torch as tw
+    except ImportError:
+        return None
+    tw.init(device=f"cuda:{rank}")
+    return {"ag_gemm": tw.ag_gemm, "gemm_rs": tw.gemm_rs}
 
 
 def run(rank, ranks, port, shapes):
@@ -45,17 +62,33 @@ def run(rank, ranks, port, shapes):
     torch.distributed.init_process_group("nccl", store=store, rank=rank, world_size=ranks)
     group = torch.distributed.group.WORLD.group_name
     symm.enable_symm_mem_for_group(group)
+    of_tilewire = ours(rank)
     for shape in shapes:
         op, *sizes = shape.split(",")
         m, n, k = (int(s) for s in sizes)
         w = torch.randn(k, n, dtype=torch.bfloat16, device="cuda")
-        if op == "ag_gemm":
-            x = torch.randn(m // ranks, k, dtype=torch.bfloat16, device="cuda")
-            fused = lambda: torch.ops.symm_mem.fused_all_gather_matmul(x, [w], 0, group)
-        else:
-            x = torch.randn(m, k, dtype=torch.bfloat16, device="cuda")
-            fused = lambda: torch.ops.symm_mem.fused_matmul_reduce_scatter(x, w, "sum", 0, group)
-        us = time_us(torch, fused)
+        nt = w.t().contiguous()
+        rows = m // ranks if op == "ag_gemm" else m
+        x = torch.randn(rows, k, dtype=torch.bfloat16, device="cuda")
+        fused = {
+            "ag_gemm": lambda x, w: torch.ops.symm_mem.fused_all_gather_matmul(x, [w], 0, group)[1],
+            "gemm_rs": lambda x, w: [
+                torch.ops.symm_mem.fused_matmul_reduce_scatter(x, w, "sum", 0, group)
+            ],
+        }[op]
+        ways = {"us": lambda: fused(x, w), "us_nt": lambda: fused(x, nt.t())}
+        wrong = {}
+        with torch.no_grad():
+            if of_tilewire:
+                ways["ours_us"] = lambda: of_tilewire[op](x, nt)
+                got, want = ways["ours_us"]().float(), ways["us_nt"]()[0].float()
+                # Both are rounded to bf16, sums of several ranks on their way, too.
+                most = 0.02 * want.abs() + 0.02 * k**0.5
+                bad = ((got - want).abs() <= most).logical_not().sum()
+                torch.distributed.all_reduce(bad)
+                wrong = {"wrong": bad.item()}
+                del got, want, most
+            us = times_us(torch, ways)
         if rank == 0:
             row = {
                 "device": torch.cuda.get_device_name(),
@@ -65,8 +98,9 @@ def run(rank, ranks, port, shapes):
                 "m": m,
                 "n": n,
                 "k": k,
-                "us": round(us, 1),
-                "tflops": round(2.0 * m * n * k / us / 1e6, 1),
+                **us,
+                **wrong,
+                "tflops": round(2.0 * m * n * k / us["us"] / 1e6, 1),
             }
             print(json.dumps(row), flush=True)
     torch.distributed.destroy_process_group()

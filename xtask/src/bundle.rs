@@ -27,6 +27,8 @@ const TEXTS: [(&str, &str); 12] = [
     ("evidence.py", include_str!("../bundle/evidence.py")),
     ("benches.py", include_str!("../bundle/benches.py")),
     ("nomulticast.c", include_str!("../bundle/nomulticast.c")),
+    ("jax_rates.py", include_str!("../bundle/jax_rates.py")),
+    ("shapes.py", include_str!("../bundle/shapes.py")),
     ("torch_rates.py", include_str!("../bundle/torch_rates.py")),
     ("torch_symm.py", include_str!("../bundle/torch_symm.py")),
 ];

@@ -190,7 +190,7 @@ pub fn run(
                     let m = EpPlan::memory(&ep::desc(o, team.size(), op));
                     m.symmetric + if o.zero_copy { m.received + m.expert_out } else { 0 }
                 }
-                Kind::Product => Bench::products_heap(o, team.size()),
+                Kind::Product => Bench::products_heap(o, team.size(), op),
                 Kind::Memory => 0,
                 // All-reduce has two areas of the vector's size; there are two plans.
                 Kind::Collective => 4 * bytes,

@@ -149,12 +149,18 @@ impl Bench<'_> {
         self.o.shape
     }
 
-    /// Bytes of the heap that [`Bench::products`] needs.
-    pub(crate) fn products_heap(o: &super::device::Options, size: usize) -> usize {
+    /// Bytes of the heap that [`Bench::products`] needs for `op`. All ways of a row have plans at
+    /// once: ten of them, with up to four matrices each.
+    pub(crate) fn products_heap(o: &super::device::Options, size: usize, op: &str) -> usize {
         let (m, n, k) = o.shape;
         let h = Heads::of(o.backend);
         let attention = m * (h.q + 2 * h.kv) * h.width * 4;
-        6 * (m + 64 * size) * n.max(k) * o.dtype.size() + 12 * attention
+        let matrix = (m + 64 * size) * n.max(k) * o.dtype.size();
+        match op {
+            "cp_attention" => 24 * attention,
+            "ag_gemm" | "gemm_rs" | "gemm_ar" => 40 * matrix,
+            _ => 6 * matrix,
+        }
     }
 
     /// Rows of one operation.

@@ -1,12 +1,13 @@
-//! Shares of context-parallel attention on one GPU: what each of 8 ranks computes of one causal
-//! document, alone, and what gates cost where every key is there.
+//! Shares of context-parallel attention on one GPU: what each of 8 ranks computes of causal
+//! documents, alone, and what gates cost where every key is there.
 //!
-//! A rank of the zigzag has two chunks of queries, each of which sees all keys up to its end: two
-//! sequences of local attention with fewer queries than keys. Rates are by the pairs that the mask
-//! shows; `of` is their ratio to that of one document of 16384 rows in the same run.
+//! A rank has runs of queries, as its layout says, each of which sees all keys of its document up
+//! to its end: sequences of local attention with fewer queries than keys, which a launch has beside
+//! each other. Rates are by the pairs that the mask shows; `of` is their ratio to that of one
+//! document of 16384 rows in the same run.
 //!
-//! `cargo run --release -p tilewire-ops --example rates shares [ROWS ...]`, for documents of so
-//! many rows.
+//! `cargo run --release -p tilewire-ops --example rates shares [ROWS ...]`, for single documents of
+//! so many rows; without, packed ones, too.
 
 use tilewire_core::{BackendKind, DType, Error, Result, Shape};
 use tilewire_device::cuda::CudaContext;
@@ -14,7 +15,9 @@ use tilewire_device::{Device, Stream, Tensor};
 use tilewire_ops::attention::{
     AttentionDesc, AttentionPlan, AttnBackend, AttnInputs, AttnMask, AttnOut, Sequences,
 };
-use tilewire_ops::cp_attention::{CpAttentionDesc, CpAttentionPlan, CpConfig, KeyOrder, Strategy};
+use tilewire_ops::cp_attention::{
+    CpAttentionDesc, CpAttentionPlan, CpConfig, CpShare, KeyOrder, Layout, Pass, Strategy,
+};
 use tilewire_symm::{HeapCfg, World, WorldCfg};
 
 use crate::{Turn, normal, take_turns};
@@ -25,6 +28,11 @@ const RANKS: usize = 8;
 /// Rows of the documents that ranks share, and of the one that is beside them.
 const DOCUMENTS: [usize; 2] = [65536, 131_072];
 const ALONE: usize = 16384;
+/// Documents of 256 to 32768 rows, 131072 in all.
+const MIX: [usize; 16] = [
+    32768, 1024, 2048, 5120, 16384, 1024, 3072, 24576, 7168, 9216, 1024, 2048, 12288, 4096, 8960,
+    256,
+];
 
 /// The causal attention of these sequences.
 fn causal(seqs: Sequences) -> AttentionDesc {
@@ -40,12 +48,27 @@ fn pairs(d: &AttentionDesc) -> f64 {
     rows.map(|(q, kv)| of((q.len() as f64, kv.len() as f64))).sum()
 }
 
-/// Rank `r`'s queries of a document of `n` rows, and the keys that they see.
-fn share(n: usize, r: usize) -> Result<AttentionDesc> {
-    let chunk = n / (2 * RANKS);
-    let ends = [(r + 1) * chunk, (2 * RANKS - r) * chunk];
-    let cu_q = [0, chunk, 2 * chunk];
-    Ok(causal(Sequences::packed(&cu_q, &[0, ends[0], ends[0] + ends[1]])?))
+/// Each rank's queries of packed documents, and the keys that they see.
+fn divided(documents: &[usize], layout: Layout) -> Result<Vec<AttentionDesc>> {
+    let mut cu = vec![0];
+    documents.iter().for_each(|n| cu.push(cu[cu.len() - 1] + n));
+    let desc = CpAttentionDesc::new(causal(Sequences::packed(&cu, &cu)?));
+    let desc = CpAttentionDesc { layout, ..desc };
+    let shares = CpShare::of_all(&desc, Strategy::AllGather, RANKS, Pass::Forward)?;
+    let of = |share: &CpShare| {
+        let (mut cu_q, mut cu_kv) = (vec![0], vec![0]);
+        for run in &share.rows_q {
+            for doc in cu.windows(2) {
+                let rows = run.start.max(doc[0])..run.end.min(doc[1]);
+                if !rows.is_empty() {
+                    cu_q.push(cu_q[cu_q.len() - 1] + rows.len());
+                    cu_kv.push(cu_kv[cu_kv.len() - 1] + rows.end - doc[0]);
+                }
+            }
+        }
+        Ok(causal(Sequences::packed(&cu_q, &cu_kv)?))
+    };
+    shares.iter().map(of).collect()
 }
 
 /// Tensors of a description.
@@ -88,11 +111,16 @@ fn print(ctx: &CudaContext, what: &str, seq: usize, turns: Vec<Turn<'_>>) -> Res
     Ok(())
 }
 
-/// One document of `alone` rows, then each rank's share of one of `n`.
-fn shares(ctx: &CudaContext, s: &Stream, (alone, n): (usize, usize)) -> Result<()> {
+/// One document of `alone` rows, then each rank's share of `documents`.
+fn shares(
+    (ctx, s): (&CudaContext, &Stream),
+    alone: usize,
+    (what, documents, layout): (&str, &[usize], Layout),
+) -> Result<()> {
+    let n: usize = documents.iter().sum();
     let mut descs = vec![("alone".to_owned(), causal(Sequences::one(alone, alone)))];
-    for r in 0..RANKS {
-        descs.push((format!("rank {r} of {RANKS}, {n} rows"), share(n, r)?));
+    for (r, desc) in divided(documents, layout)?.into_iter().enumerate() {
+        descs.push((format!("rank {r} of {RANKS}, {n} rows{what}"), desc));
     }
     let made = |(name, d): (String, AttentionDesc)| {
         let plan = AttentionPlan::with_backend(d.clone(), None, AttnBackend::Hopper)?;
@@ -146,5 +174,21 @@ pub fn main() -> Result<()> {
     for n in [(alone / 1024 * 256).max(256), alone] {
         gates(&ctx, &stream, n)?;
     }
-    documents.into_iter().try_for_each(|n| shares(&ctx, &stream, (alone, n)))
+    for n in documents {
+        shares((&ctx, &stream), alone, ("", &[n], Layout::Zigzag))?;
+    }
+    if std::env::args().len() > 2 {
+        return Ok(());
+    }
+    let zigzag = Layout::ZigzagPerSequence;
+    for (what, documents, layout) in [
+        (", documents of 8192, zigzag", &[8192; 8][..], zigzag),
+        (", documents of 8192, balanced", &[8192; 8], Layout::Balanced),
+        (", documents of 32768, zigzag", &[32768; 4], zigzag),
+        (", documents of 32768, balanced", &[32768; 4], Layout::Balanced),
+        (", documents of 256 to 32768, balanced", &MIX, Layout::Balanced),
+    ] {
+        shares((&ctx, &stream), alone, (what, documents, layout))?;
+    }
+    Ok(())
 }
