@@ -223,13 +223,14 @@ fn bench(ctx: &CudaContext, case: &Case, pass: Option<&str>) -> Result<()> {
         println!(
             "{{\"device\":\"{}\",\"work\":\"attention\",\"seq\":{seq},\"document\":{},\
              \"heads\":\"{}/{}\",\"dim\":{dim},\"mask\":\"{}\",\"extra\":\"{}\",\"pass\":\"{pass}\",\
-             \"backend\":\"{backend}\",\"us\":{us:.1},\"tflops\":{tflops:.1}}}",
+             \"backend\":\"{backend}\",\"us\":{us:.1},\"tflops\":{tflops:.1}{}}}",
             ctx.name()?,
             case.document,
             heads.0,
             heads.1,
             case.name,
             case.extra,
+            t.beside(),
         );
     }
     Ok(())

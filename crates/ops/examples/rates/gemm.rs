@@ -97,8 +97,9 @@ fn bench(ctx: &CudaContext, shape @ [m, n, k]: [usize; 3]) -> Result<()> {
             println!(
                 "{{\"device\":\"{}\",\"work\":\"gemm\",\"m\":{m},\"n\":{n},\"k\":{k},\"pass\":\"{name}\",\
                  \"backend\":\"{by}\",\"us\":{us:.1},\"tflops\":{tflops:.1},\
-                 \"explain\":\"{explain}\"}}",
-                ctx.name()?
+                 \"explain\":\"{explain}\"{}}}",
+                ctx.name()?,
+                t.beside(),
             );
         }
     }

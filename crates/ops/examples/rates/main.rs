@@ -2,9 +2,11 @@
 //! `attention`, `decode` or `shares`.
 //!
 //! Ways to one result take turns, the card at rest before each, and once more in the other order:
-//! the median of 20 launches in all, which follow each other.
+//! the median of 20 launches in all, which follow each other. With `sustained` behind `gemm` or
+//! `attention` each way runs for a second and a half without a rest, of which the second half
+//! counts; what `nvidia-smi` says of clock and power in that half is beside it.
 //!
-//! `cargo run --release -p tilewire-ops --example rates WHAT [SHAPE ...]`
+//! `cargo run --release -p tilewire-ops --example rates WHAT [SHAPE ...] [sustained]`
 
 #![expect(clippy::print_stdout, reason = "a program that prints its results")]
 
@@ -16,6 +18,7 @@ mod grouped;
 mod layers;
 mod shares;
 
+use std::process::Command;
 use std::thread;
 use std::time::Duration;
 
@@ -37,11 +40,28 @@ struct Turn<'a> {
     explain: String,
     launch: Launch<'a>,
     us: Vec<f64>,
+    /// MHz and watts while it ran, where it ran for long and the card's tool is there.
+    card: Vec<[f64; 2]>,
 }
 
 impl<'a> Turn<'a> {
     fn new(by: impl ToString, explain: impl Into<String>, launch: Launch<'a>) -> Self {
-        Self { by: by.to_string(), explain: explain.into(), launch, us: Vec::new() }
+        Self { by: by.to_string(), explain: explain.into(), launch, us: Vec::new(), card: Vec::new() }
+    }
+
+    /// What stands behind the rate in a row of JSON: nothing but for runs that are sustained.
+    fn beside(&self) -> String {
+        if !sustained() {
+            return String::new();
+        }
+        let mean = |i: usize| {
+            let sum: f64 = self.card.iter().map(|c| c[i]).sum();
+            match self.card.len() {
+                0 => "null".to_owned(),
+                n => format!("{:.0}", sum / n as f64),
+            }
+        };
+        format!(",\"sustained\":true,\"clock_mhz\":{},\"watts\":{}", mean(0), mean(1))
     }
 
     /// Median of all runs, in microseconds.
@@ -52,11 +72,57 @@ impl<'a> Turn<'a> {
     }
 }
 
+/// Returns whether each way is to run for long, as the command line says.
+fn sustained() -> bool {
+    std::env::args().any(|a| a == "sustained")
+}
+
+/// Half of the time that a sustained way runs, in microseconds, and the most launches that are
+/// queued at once: what they use is kept until then.
+const HALF_US: f64 = 750e3;
+const QUEUED: usize = 256;
+
+/// Runs a way for long: the time of a launch in the second half, and what the card says then.
+fn sustain(ctx: &CudaContext, stream: &Stream, t: &mut Turn<'_>) -> Result<()> {
+    let one = times(ctx, stream, WARM, &*t.launch)?[WARM - 1];
+    let parts = (HALF_US / one / QUEUED as f64).ceil().max(2.0) as usize;
+    let num = (HALF_US / one / parts as f64).ceil() as usize;
+    let s = stream.cuda()?;
+    let events: Vec<CudaEvent> =
+        (0..=2 * parts).map(|_| CudaEvent::new(ctx, true)).collect::<Result<_>>()?;
+    s.record(&events[0])?;
+    let mut card = None;
+    for (i, e) in events[1..].iter().enumerate() {
+        (0..num).try_for_each(|_| (t.launch)())?;
+        s.record(e)?;
+        if i == parts {
+            card = Some(thread::spawn(card_now));
+        }
+        stream.synchronize()?;
+    }
+    t.us.push(events[2 * parts].us_since(&events[parts])? / (parts * num) as f64);
+    t.card.extend(card.and_then(|c| c.join().ok()).flatten());
+    Ok(())
+}
+
+/// MHz and watts of the first card, if its tool says them.
+fn card_now() -> Option<[f64; 2]> {
+    let ask = ["-i", "0", "--query-gpu=clocks.sm,power.draw", "--format=csv,noheader,nounits"];
+    let said = Command::new("nvidia-smi").args(ask).output().ok()?;
+    let said = String::from_utf8(said.stdout).ok()?;
+    let (mhz, watts) = said.trim().split_once(", ")?;
+    Some([mhz.parse().ok()?, watts.parse().ok()?])
+}
+
 /// Times all of them twice, the second time in the other order: the card's clock falls under load,
 /// and a neighbour's heat would count for one of them.
 fn take_turns(ctx: &CudaContext, stream: &Stream, turns: &mut [Turn<'_>]) -> Result<()> {
     for _ in 0..2 {
         for t in turns.iter_mut() {
+            if sustained() {
+                sustain(ctx, stream, t)?;
+                continue;
+            }
             thread::sleep(REST);
             (0..WARM).try_for_each(|_| (t.launch)())?;
             t.us.extend(times(ctx, stream, RUNS, &*t.launch)?);
