@@ -12,12 +12,13 @@ use tilewire::ops::quant::{DequantDesc, QuantDesc};
 use tilewire::prelude::*;
 
 use crate::keys::AttnKey;
+use crate::ops::attention::Order;
 
 /// Everything that local plans differ in.
 #[derive(Clone, PartialEq, Eq, Hash, Debug)]
 pub enum LocalKey {
     Grouped(GroupedDesc),
-    Attention(AttnKey),
+    Attention(AttnKey, Order),
     Quant(QuantDesc),
     Dequant(DequantDesc),
     Permute(PermuteDesc),

@@ -173,10 +173,10 @@ def bench(n):
         yield Config(f"op-{op}", argv, by_bench)
     for op, name, (m, cols, inner) in layers(n):
         shape = f"--m {m} --n {cols} --k {inner}"
-        argv = tilewire(bench, "--iters 9 --op", op, shape, "--ranks", str(n))
+        argv = tilewire(bench, "--iters 31 --op", op, shape, "--ranks", str(n))
         yield Config(f"layer-{op}-{name}-{m}", argv, by_bench)
     for name, shape in LONG.items():
-        argv = tilewire(bench, "--iters 9 --op cp_attention", shape, "--ranks", str(n))
+        argv = tilewire(bench, "--iters 15 --op cp_attention", shape, "--ranks", str(n))
         # Inputs and checks of the host take most of it.
         yield Config(f"cp-{name}", argv, by_bench, limit_s=3 * LIMIT_S)
     yield Config(

@@ -5,7 +5,8 @@ baseline of the same call, a line of JSON each.
 FlashAttention-2 and cuDNN by scaled_dot_product_attention; a window and packed documents by
 FlashAttention-2 itself and by flex_attention, compiled; products of groups by torch._grouped_mm.
 Medians of 20, ten behind one another after a rest and a warm-up, and ten once more; random inputs,
-bf16. Takes `attention`, `masks`, `decode` or `grouped`.
+bf16. Takes `attention`, `masks`, `decode` or `grouped`; with `sustained` behind it each way runs
+for a second and a half, of which the second half counts, as in `rates ... sustained`.
 """
 
 import json
@@ -21,7 +22,28 @@ from torch.nn.functional import scaled_dot_product_attention
 ROUNDS, RUNS, WARM, REST_S = 2, 10, 3, 0.1
 
 
+HALF_US = 750e3
+
+
+def sustained_us(launch):
+    """The mean of a launch in the second half of a second and a half."""
+
+    def some(num):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        for _ in range(num):
+            launch()
+        end.record()
+        torch.cuda.synchronize()
+        return begin.elapsed_time(end) * 1e3 / num
+
+    num = max(1, round(HALF_US / [some(WARM) for _ in range(2)][1]))
+    return [some(num) for _ in range(2)][1]
+
+
 def time_us(launch):
+    if "sustained" in sys.argv:
+        return sustained_us(launch)
     times = []
     for _ in range(ROUNDS):
         torch.cuda.synchronize()
@@ -46,7 +68,10 @@ def tell(flops, launch, **what):
         **what,
         "us": round(us, 1),
     }
-    print(json.dumps({**row, "tflops": round(flops / us / 1e6, 1)}), flush=True)
+    row["tflops"] = round(flops / us / 1e6, 1)
+    if "sustained" in sys.argv:
+        row["sustained"] = True
+    print(json.dumps(row), flush=True)
 
 
 def random(*shape, grad=False):
@@ -191,20 +216,21 @@ def grouped(groups, rows, n, k, even):
 
 def main():
     torch.manual_seed(1)
-    if sys.argv[1:] == ["attention"]:
-        for seq in [4096, 16384]:
+    what = [a for a in sys.argv[1:] if a != "sustained"]
+    if what == ["attention"]:
+        for seq in [4096, 8192, 16384, 32768]:
             attention(seq)
-    elif sys.argv[1:] == ["masks"]:
+    elif what == ["masks"]:
         masks()
-    elif sys.argv[1:] == ["decode"]:
+    elif what == ["decode"]:
         for shape in DECODE:
             decode(*shape)
-    elif sys.argv[1:] == ["grouped"]:
+    elif what == ["grouped"]:
         for shape in GROUPED:
             for even in [True, False]:
                 grouped(*shape, even)
     else:
-        sys.exit("torch_rates.py attention|masks|decode|grouped")
+        sys.exit("torch_rates.py attention|masks|decode|grouped [sustained]")
 
 
 if __name__ == "__main__":

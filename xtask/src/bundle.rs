@@ -16,7 +16,7 @@ use serde_json::Value;
 const MAX_BYTES: u64 = 40 << 20;
 
 /// The files that are packed without being built: the runner, its interposer, a baseline.
-const TEXTS: [(&str, &str); 12] = [
+const TEXTS: [(&str, &str); 14] = [
     ("run.sh", include_str!("../bundle/run.sh")),
     ("run.py", include_str!("../bundle/run.py")),
     ("configs.py", include_str!("../bundle/configs.py")),

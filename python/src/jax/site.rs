@@ -236,7 +236,7 @@ impl Site {
                 Body::Grouped(Arc::new(plan))
             }
             Desc::Attention(desc, sequences) => {
-                let plan = AttentionPlan::new(desc, None)?;
+                let plan = self.spec.order()?.plan(desc)?;
                 plan.prepare(&stream)?;
                 Body::Attention(Arc::new(plan), sequences)
             }

@@ -19,7 +19,7 @@ use tilewire::ops::permute::PermuteDesc;
 use tilewire::ops::quant::{DequantDesc, QuantDesc, Scope};
 use tilewire::prelude::*;
 
-use crate::ops::attention::{Forms, Spec as Attention};
+use crate::ops::attention::{Forms, Order, Spec as Attention};
 use crate::ops::collective::{Move, reduction, rows_of};
 use crate::ops::ep::EpSpec;
 use crate::ops::overlap::{AgParams, SumParams};
@@ -444,6 +444,14 @@ impl Spec {
                 .seen(format_args!("{seen} of {}", scales.dtype)));
         }
         Ok((data, layout))
+    }
+
+    /// The order in which a plan of attention adds gradients. The forward pass has none.
+    pub fn order(&self) -> Result<Order> {
+        match self.op {
+            Op::AttentionBwd => self.attention().map(Attention::order),
+            _ => Ok(Order::Fixed),
+        }
     }
 
     fn attention(&self) -> Result<&Attention> {

@@ -52,6 +52,9 @@ pub struct Spec {
     pub strategy: Option<String>,
     #[pyo3(item)]
     pub a2a_size: usize,
+    /// Of attention that is here: gradients have the same bits in every run.
+    #[pyo3(item)]
+    pub deterministic: bool,
 }
 
 /// Heads and head dimension of a packed tensor.
@@ -90,6 +93,11 @@ impl From<&AttnInputs> for Forms {
 }
 
 impl Spec {
+    /// Of the gradients of attention that is here.
+    pub fn order(&self) -> Order {
+        if self.deterministic { Order::Fixed } else { Order::Any }
+    }
+
     pub fn sequences(&self) -> Result<Sequences> {
         Sequences::packed(&self.cu_q, &self.cu_kv)
     }
@@ -296,13 +304,13 @@ fn local_plan_of(
     place: &Place,
     (spec, offsets): (&Spec, Offsets),
     x: &mut AttnInputs,
-    stream: &Stream,
+    (stream, order): (&Stream, Order),
 ) -> Result<Arc<AttentionPlan>> {
     let forms = Forms::from(&*x);
     if let Offsets::Device(o) = offsets {
         let desc = spec.by_offsets(forms, o.num())?;
         x.offsets = Some(*o);
-        return local_plan(place, desc, stream);
+        return local_plan(place, desc, (stream, order));
     }
     let mut s = spec.sequences()?;
     if matches!(offsets, Offsets::Read) {
@@ -319,12 +327,35 @@ fn local_plan_of(
     }
     let desc = spec.local(forms, &s)?;
     x.sequences = Some(s);
-    local_plan(place, desc, stream)
+    local_plan(place, desc, (stream, order))
 }
 
-fn local_plan(place: &Place, desc: AttentionDesc, stream: &Stream) -> Result<Arc<AttentionPlan>> {
-    local::plan(LocalKey::Attention(AttnKey::of(&desc)), &place.device, stream, || {
+/// The order in which a plan adds gradients of queries.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub enum Order {
+    Fixed,
+    /// Any, where that is faster: with more workspace.
+    Any,
+}
+
+impl Order {
+    /// A plan of a description.
+    pub fn plan(self, desc: AttentionDesc) -> Result<AttentionPlan> {
         let plan = AttentionPlan::new(desc, None)?;
+        Ok(match self {
+            Order::Fixed => plan,
+            Order::Any => plan.allow_unordered_backward(),
+        })
+    }
+}
+
+fn local_plan(
+    place: &Place,
+    desc: AttentionDesc,
+    (stream, order): (&Stream, Order),
+) -> Result<Arc<AttentionPlan>> {
+    local::plan(LocalKey::Attention(AttnKey::of(&desc), order), &place.device, stream, || {
+        let plan = order.plan(desc)?;
         plan.prepare(stream).map(|()| plan)
     })
     .inspect(|p| explain::note("attention", || p.explain()))
@@ -337,7 +368,8 @@ pub fn attention_fwd(py: Python<'_>, mut spec: Spec, tensors: Tensors<'_>) -> Py
     let (mut x, out) = inputs(&place, &tensors)?;
     let offsets = offsets(&place, &tensors, &mut spec)?;
     place.run(py, |stream| {
-        local_plan_of(&place, (&spec, offsets), &mut x, stream)?.launch_fwd(stream, &x, out)
+        let with = (stream, Order::Fixed);
+        local_plan_of(&place, (&spec, offsets), &mut x, with)?.launch_fwd(stream, &x, out)
     })
 }
 
@@ -354,7 +386,8 @@ pub fn attention_bwd(
     let (saved, grads) = gradients(&place, out, &grads)?;
     let offsets = offsets(&place, &tensors, &mut spec)?;
     place.run(py, |stream| {
-        let plan = local_plan_of(&place, (&spec, offsets), &mut x, stream)?;
+        let with = (stream, spec.order());
+        let plan = local_plan_of(&place, (&spec, offsets), &mut x, with)?;
         plan.launch_bwd(stream, &x, saved, grads)
     })
 }

@@ -319,6 +319,7 @@ def attention(
     sink: ArrayLike | None = None,
     dropout_p: float = 0.0,
     seed: int = 0,
+    deterministic: bool = True,
     return_lse: Literal[False] = False,
 ) -> Array: ...
 @overload
@@ -337,6 +338,7 @@ def attention(
     sink: ArrayLike | None = None,
     dropout_p: float = 0.0,
     seed: int = 0,
+    deterministic: bool = True,
     return_lse: Literal[True],
 ) -> tuple[Array, Array]:
     """``softmax(scale q k^T + bias) v`` of arrays that are here."""

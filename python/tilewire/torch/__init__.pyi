@@ -417,6 +417,7 @@ def attention(
     sink: Tensor | None = None,
     dropout_p: float = 0.0,
     seed: int = 0,
+    deterministic: bool = True,
     return_lse: Literal[False] = False,
 ) -> Tensor: ...
 @overload
@@ -435,6 +436,7 @@ def attention(
     sink: Tensor | None = None,
     dropout_p: float = 0.0,
     seed: int = 0,
+    deterministic: bool = True,
     return_lse: Literal[True],
 ) -> tuple[Tensor, Tensor]:
     """``softmax(scale q k^T + bias) v`` of tensors that are here."""

@@ -458,7 +458,20 @@ dequantize = _define(
 # tensors, in place of those of the spec.
 
 
-def _spec(cu_q, cu_kv, left, right, scale, softcap, dropout_p, seed, layout, strategy, a2a_size):
+def _spec(
+    cu_q,
+    cu_kv,
+    left,
+    right,
+    scale,
+    softcap,
+    dropout_p,
+    seed,
+    layout,
+    strategy,
+    a2a_size,
+    deterministic,
+):
     return {
         "cu_q": cu_q,
         "cu_kv": cu_kv,
@@ -471,6 +484,7 @@ def _spec(cu_q, cu_kv, left, right, scale, softcap, dropout_p, seed, layout, str
         "layout": layout,
         "strategy": strategy,
         "a2a_size": a2a_size,
+        "deterministic": deterministic,
     }
 
 
@@ -542,7 +556,8 @@ def _attention_backward(
 
 _SPEC = (
     "int[] cu_q, int[] cu_kv, int? left, int? right, float? scale, float? softcap,"
-    " float dropout_p, int seed, str layout, str? strategy, int a2a_size"
+    " float dropout_p, int seed, str layout, str? strategy, int a2a_size,"
+    " bool deterministic"
 )
 attention = _define(
     "attention(Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? sink, Tensor? at_q,"

@@ -113,8 +113,8 @@ impl Pass {
 
 /// A plan of a way to attend.
 enum Plan {
-    Local(AttentionPlan),
-    Divided(CpAttentionPlan),
+    Local(Box<AttentionPlan>),
+    Divided(Box<CpAttentionPlan>),
 }
 
 impl Plan {
@@ -247,9 +247,7 @@ impl Bench<'_> {
         plan.prepare(&self.stream)?;
         let x = self.noise(rows, COLS)?;
         let out = self.poisoned(self.o.dtype, Shape::d2(m, COLS))?;
-        Ok(Box::new(move || {
-            plan.launch(&self.stream, m, &x, &out)?.join(&self.stream).map(|_| ())
-        }))
+        Ok(Box::new(move || plan.launch(&self.stream, m, &x, &out)?.join(&self.stream).map(|_| ())))
     }
 
     /// Rows of both passes of each way, in the order of `ways`.
@@ -287,8 +285,9 @@ impl Bench<'_> {
     fn local_way(&self) -> Result<Way> {
         let plan = AttentionPlan::new(self.attention_desc(), None)?;
         plan.prepare(&self.stream)?;
-        let shared = Rc::new(self.shared(vec![0..self.sizes().0])?);
-        let (plan, flop) = (Plan::Local(plan), self.attention_flop());
+        let all = std::iter::once(0..self.sizes().0).collect();
+        let shared = Rc::new(self.shared(all)?);
+        let (plan, flop) = (Plan::Local(Box::new(plan)), self.attention_flop());
         let judged = self.compared(&shared.known, &plan)?;
         Ok(Way { name: "attention".to_owned(), plan, flop, judged, bytes: [0; 2], shared })
     }
@@ -313,7 +312,7 @@ impl Bench<'_> {
             Some(way) => way.shared.clone(),
             None => Rc::new(self.shared(spans)?),
         };
-        let plan = Plan::Divided(plan);
+        let plan = Plan::Divided(Box::new(plan));
         let judged = self.compared(&shared.known, &plan)?;
         let mut bytes = [0; 2];
         for (most, (_, pass, _)) in bytes.iter_mut().zip(PASSES) {

@@ -291,8 +291,8 @@ impl Bench<'_> {
         times.first().copied().ok_or_else(|| Error::internal("nothing was timed"))
     }
 
-    /// As [`Bench::time`] for each of `ways`, sampled in turn, so that what disturbs the machine
-    /// for a while disturbs all. Then `fresh` runs, and behind it each way once more as it was
+    /// As [`Bench::time`] for each of `ways`, sampled in turn, in another order each time, so that
+    /// what disturbs the machine for a while disturbs all. Then `fresh` runs, and behind it each way once more as it was
     /// timed: what lies in its results afterwards is of that run.
     pub fn in_turn(
         &self,
@@ -325,10 +325,16 @@ impl Bench<'_> {
     fn sampled(&self, ways: &[Way<'_>]) -> Result<Vec<Time>> {
         let replays = ways.iter().map(|way| self.replays(way)).collect::<Result<Vec<_>>>()?;
         let mut samples = vec![Vec::with_capacity(self.o.iters); ways.len()];
+        // The same on all ranks.
+        let mut rng = Rng::new(1);
+        let mut order: Vec<usize> = (0..ways.len()).collect();
         for i in 0..self.o.warmup.saturating_add(self.o.iters) {
-            for turn in 0..ways.len() {
-                // Each is behind each other one now and then.
-                let at = if i % 2 == 0 { turn } else { ways.len() - 1 - turn };
+            // What runs in front decides on the card's clock: each way is behind each other one
+            // now and then.
+            for left in (2..=order.len()).rev() {
+                order.swap(left - 1, rng.below(left as u64) as usize);
+            }
+            for &at in &order {
                 let us = match &self.os {
                     Some(os) => self.sample_replays(os, &ways[at], replays[at])?,
                     None => self.sample_launch(&ways[at])?,

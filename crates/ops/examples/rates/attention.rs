@@ -4,8 +4,9 @@
 //! one (`hopper fused`) and the forward pass of the same numbers as e4m3 by FP8 products (`hopper
 //! fp8`) and widened (`widened fp8`); rates count the pairs that the mask shows.
 //!
-//! `cargo run --release -p tilewire-ops --example rates attention [SEQ ...] [dDIM] [PASS]`, for
-//! causal masks of those lengths alone, heads of DIM columns, the pass `forward` or `backward`.
+//! `cargo run --release -p tilewire-ops --example rates attention [SEQ ...] [dDIM] [Q/KV] [PASS]
+//! [sustained]`, for causal masks of those lengths alone, Q and KV heads of DIM columns, the pass
+//! `forward` or `backward`.
 
 use tilewire_core::{DType, Error, Result, ScaleLayout, Shape};
 use tilewire_device::cuda::CudaContext;
@@ -80,6 +81,13 @@ pub(crate) fn main() -> Result<()> {
     let mut cases = if seqs.is_empty() { cases() } else { seqs.into_iter().map(causal).collect() };
     if let Some(dim) = words.iter().find_map(|w| w.strip_prefix('d')?.parse().ok()) {
         cases.iter_mut().for_each(|c| c.dim = dim);
+    }
+    let heads = words.iter().find_map(|w| {
+        let (q, kv) = w.split_once('/')?;
+        Some((q.parse().ok()?, kv.parse().ok()?))
+    });
+    if let Some(heads) = heads {
+        cases.iter_mut().for_each(|c| c.heads = heads);
     }
     let pass = words.iter().find(|w| ["forward", "backward"].contains(&&***w));
     cases.iter().try_for_each(|c| bench(&ctx, c, pass.map(String::as_str)))

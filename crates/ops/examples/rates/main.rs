@@ -46,7 +46,13 @@ struct Turn<'a> {
 
 impl<'a> Turn<'a> {
     fn new(by: impl ToString, explain: impl Into<String>, launch: Launch<'a>) -> Self {
-        Self { by: by.to_string(), explain: explain.into(), launch, us: Vec::new(), card: Vec::new() }
+        Self {
+            by: by.to_string(),
+            explain: explain.into(),
+            launch,
+            us: Vec::new(),
+            card: Vec::new(),
+        }
     }
 
     /// What stands behind the rate in a row of JSON: nothing but for runs that are sustained.

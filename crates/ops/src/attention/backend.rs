@@ -41,6 +41,8 @@ pub(crate) enum Fusion {
     Ordered,
     /// One; dq is added in any order.
     Unordered,
+    /// That one for launches which it is faster for, and two for the others.
+    UnorderedIfFaster,
 }
 
 impl AttnBackend {

@@ -81,6 +81,16 @@ impl AttentionPlan {
         Self { fusion: Fusion::Unordered, ..self }
     }
 
+    /// Lets launches take [that kernel](AttentionPlan::with_unordered_backward) where it is faster:
+    /// on sm_90a, for heads of 128 and what else it fits, without a window, with sequences on the
+    /// host of 4096 queries on average and more (1.1 times the rate of two kernels, and more;
+    /// docs/lab/attention.md). Others have the same bits in every run. A plan of as many rows has
+    /// the sums of dq beside its workspace, 512 bytes for each query and head.
+    #[must_use]
+    pub fn allow_unordered_backward(self) -> Self {
+        Self { fusion: Fusion::UnorderedIfFaster, ..self }
+    }
+
     /// Returns the description.
     pub fn desc(&self) -> &AttentionDesc {
         &self.desc

@@ -49,6 +49,68 @@ fn of(seq: usize, mask: AttnMask) -> AttentionDesc {
     base(seq, 128, DType::BF16, mask)
 }
 
+/// A plan that may add dq in any order does so for long sequences alone; where there is no such
+/// kernel it has that of other plans.
+#[test]
+fn gradients_in_any_order_of_long_sequences() {
+    const ROWS: usize = 4160;
+    let Some(g) = hopper() else { return };
+    let d = AttentionDesc::new(ROWS, (2, 1), 128, DType::BF16, AttnMask::CAUSAL);
+    let made = |d: &AttentionDesc| AttentionPlan::new(d.clone(), None).unwrap();
+    let prepared = |plan: AttentionPlan| {
+        plan.prepare(&g.stream).unwrap();
+        plan
+    };
+    let free = prepared(made(&d).allow_unordered_backward());
+    assert!(free.explain().contains("any order, of 4096 queries and more"), "{}", free.explain());
+    for other in [
+        AttentionDesc { mask: AttnMask::window(64, 0), ..d.clone() },
+        AttentionDesc { softcap: Some(2.0), ..d.clone() },
+        AttentionDesc::new(ROWS, (2, 1), 64, DType::BF16, AttnMask::CAUSAL),
+        of(4000, AttnMask::CAUSAL),
+    ] {
+        let plans = [made(&other), made(&other).allow_unordered_backward()].map(prepared);
+        let [plain, free] = plans.map(|plan| plan.explain());
+        assert!(plain == free && !plain.contains(ONE), "{free}");
+    }
+    let (two, one) = (prepared(made(&d)), prepared(made(&d).with_unordered_backward()));
+    let compare = |cu: &[usize], long: bool| {
+        let (rows, mut rng) = (cu[cu.len() - 1], Rng::new(11));
+        let mut put = |heads: usize| g.put(&random(&mut rng, rows, heads * 128, d.dtype), d.dtype);
+        let x = AttnInputs::new(put(d.heads_q), put(d.heads_kv), put(d.heads_kv));
+        let sequences = Some(Sequences::packed(cu, cu).unwrap());
+        let (x, d_out) = (AttnInputs { sequences, ..x }, put(d.heads_q));
+        let poisoned = |t, shape| g.move_here(&Tensor::poisoned(t, shape));
+        let [free, two, one] = [&free, &two, &one].map(|plan| {
+            let like = |heads: usize| poisoned(d.dtype, Shape::d2(rows, heads * 128));
+            let lse = poisoned(DType::F32, Shape::d2(d.heads_q, rows));
+            let out = AttnOut { out: like(d.heads_q), lse };
+            let grads = AttnGrads::new(like(d.heads_q), like(d.heads_kv), like(d.heads_kv));
+            drop(plan.launch_fwd(&g.stream, &x, out.clone()).unwrap());
+            let saved = AttnSaved { out: out.out, lse: out.lse, d_out: d_out.clone() };
+            drop(plan.launch_bwd(&g.stream, &x, saved, grads.clone()).unwrap());
+            g.stream.synchronize().unwrap();
+            grads
+        });
+        let bits = |t: &Tensor| t.download().unwrap();
+        let same = |a: &AttnGrads| bits(&a.dk) == bits(&free.dk) && bits(&a.dv) == bits(&free.dv);
+        assert!(same(if long { &one } else { &two }), "{rows} rows: {long}");
+        if !long {
+            assert_eq!(bits(&two.dq), bits(&free.dq), "{rows} rows");
+            return;
+        }
+        let [got, want] = [&free.dq, &two.dq].map(|t| t.to_f32().unwrap());
+        let most = want.iter().fold(0.0, |m: f32, v| m.max(v.abs()));
+        let near = |(a, b): (&f32, &f32)| (a - b).abs() <= 0.02 * most;
+        assert!(most > 0.0 && got.iter().zip(&want).all(near), "{rows} rows: dq");
+    };
+    compare(&[0, 100, 150], false);
+    if !is_emulated() {
+        compare(&[0, 2080, ROWS], false);
+        compare(&[0, ROWS], true);
+    }
+}
+
 #[test]
 fn fused_gradients_of_masks_and_lengths() {
     let Some(g) = hopper() else { return };
@@ -174,4 +236,7 @@ fn fused_gradients_run_on_emulated_devices() {
             "attention_fused::what_has_no_fused_gradients",
         ],
     );
+    // Plans that may choose take the kernels for sm_90a on devices of eight multiprocessors.
+    let long = "attention_fused::gradients_in_any_order_of_long_sequences";
+    pass_on_an_emulated_device(8, &[long]);
 }

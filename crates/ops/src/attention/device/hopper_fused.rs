@@ -8,7 +8,7 @@ use tilewire_kernels::attention::hopper_fused::{
     FUSED_ROWS, HopperFused, SM90_ATTENTION_GRADS, SUMS_THREADS,
 };
 
-use super::hopper_grad::{keys_together, maps_of_keys};
+use super::hopper_grad::maps_of_keys;
 use super::space::{Sums, SumsSizes};
 use crate::attention::AttentionDesc;
 use crate::common::cuda::load;
@@ -21,6 +21,16 @@ pub(super) fn unfit(d: &AttentionDesc) -> Option<String> {
     }
     let why = "it has a softcap, a bias, dropout or a scale that is not positive";
     d.has_extras().then(|| why.to_owned())
+}
+
+/// The key heads that are done together, of `tiles` tiles of keys each. One whose tiles fill the
+/// multiprocessors is faster than more of them, whose queries and sums of dq leave L2; with fewer
+/// tiles it is as many heads as give each multiprocessor two (docs/lab/attention.md).
+fn heads_together(tiles: u32, heads: u32, num_sms: u32) -> u32 {
+    if 10 * tiles >= 9 * num_sms {
+        return 1;
+    }
+    (19 * num_sms / 10).div_ceil(tiles.max(1)).next_power_of_two().min(heads).max(1)
 }
 
 /// The kernels of one description on one device.
@@ -88,13 +98,7 @@ impl Fused {
             let tiles = u64::from(keys.tiles) * u64::from(keys.heads_kv);
             let blocks = u64::from(self.num_sms).min(tiles) as u32;
             let grid = Grid::new(blocks, THREADS).shared(self.variant.shared_bytes());
-            // All heads together: the fewer tiles of one head are under way at once, the shorter is
-            // the chain of turns that the first of them begin with. Without turns those that fit in
-            // L2.
-            let together = match unordered {
-                true => keys_together(d, keys.tokens_q as usize),
-                false => keys.heads_kv,
-            };
+            let together = heads_together(keys.tiles, keys.heads_kv, self.num_sms);
             let args = LaunchArgs::new().arg(keys).arg(&to).arg(&together);
             let args = maps.iter().fold(args, LaunchArgs::raw_map);
             // SAFETY: `tw_hopper_attn_grads` takes (TwAttn, TwDqSums, u32, 6 x TwTensorMap); the
@@ -115,5 +119,18 @@ impl Fused {
             stream.fill_memory(&sums.words, 0)?;
         }
         rounded
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The fastest of 1, 2, 4 and 8 heads of 4096, 8192, 16384 and 32768 keys on an H200.
+    #[test]
+    fn heads_are_done_together_until_their_tiles_fill_the_device() {
+        let of = |keys: usize| heads_together((keys / TILE_M) as u32, 8, 132);
+        assert_eq!([4096, 8192, 16384, 32768].map(of), [8, 4, 1, 1]);
+        assert_eq!(([of(0), of(128)], heads_together(5, 3, 4)), ([8, 8], 1));
     }
 }

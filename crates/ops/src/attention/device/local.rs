@@ -1,5 +1,6 @@
 //! Attention of one rank: each stream, and each captured graph, has a workspace of its own.
 
+use std::ops::Range;
 use std::sync::Arc;
 
 use tilewire_core::Result;
@@ -13,7 +14,7 @@ use super::space::{Space, Sums};
 use crate::attention::backend::Fusion;
 use crate::attention::launch::Given;
 use crate::attention::table::whole;
-use crate::attention::{AttentionDesc, AttnBackend, AttnGrads, AttnOut, AttnSaved};
+use crate::attention::{AttentionDesc, AttnBackend, AttnGrads, AttnOut, AttnSaved, Sequences};
 use crate::common::cuda::{addr, hold, holding};
 use crate::common::workspaces::Workspaces;
 
@@ -23,6 +24,24 @@ pub(crate) struct Local {
     spaces: Workspaces<Space>,
     /// Sums of dq, if one kernel makes all gradients.
     sums: Option<Workspaces<Sums>>,
+    /// It makes those of long sequences alone.
+    if_long: bool,
+}
+
+/// Queries of a sequence, on average, from which on one kernel that adds dq in any order is faster
+/// than two (docs/lab/attention.md).
+const LONG: usize = 4096;
+
+/// Returns whether the sequences of a launch are [`LONG`]; those that nobody knows yet are not.
+fn are_long(s: &Sequences) -> bool {
+    let lens = s.q.iter().map(Range::len).filter(|n| *n > 0);
+    let (num, rows) = lens.fold((0, 0), |(num, rows), n| (num + 1, rows + n));
+    num > 0 && rows >= LONG * num
+}
+
+/// Returns whether a plan may have launches that one kernel is faster for.
+fn may_be_long(d: &AttentionDesc) -> bool {
+    d.sequences.tokens_q >= LONG && d.mask.left.is_none()
 }
 
 impl Local {
@@ -33,8 +52,18 @@ impl Local {
         (backend, fusion): (AttnBackend, Fusion),
     ) -> Result<Self> {
         let mut kernels = Kernels::new(ctx, d, backend)?;
-        if fusion != Fusion::None {
-            kernels.fuse(ctx, d, fusion == Fusion::Unordered)?;
+        let if_long = fusion == Fusion::UnorderedIfFaster;
+        match fusion {
+            Fusion::None => {}
+            Fusion::UnorderedIfFaster if !may_be_long(d) => {}
+            Fusion::UnorderedIfFaster => match kernels.fuse(ctx, d, true) {
+                Err(e) if e.is_unsupported() => {}
+                r => {
+                    r?;
+                    kernels.backward.name += &format!(", of {LONG} queries and more");
+                }
+            },
+            ordered => kernels.fuse(ctx, d, ordered == Fusion::Unordered)?,
         }
         let kernels = Arc::new(kernels);
         let k = kernels.clone();
@@ -43,7 +72,7 @@ impl Local {
         });
         let sums = kernels.sizes.sums;
         let sums = sums.map(|sizes| Workspaces::new(ctx, move |ctx| Sums::new(ctx, sizes)));
-        Ok(Self { kernels, spaces, sums })
+        Ok(Self { kernels, spaces, sums, if_long })
     }
 
     /// Gives `stream` a workspace of its own.
@@ -143,10 +172,10 @@ impl Local {
                     }
                 };
                 match &self.sums {
-                    Some(all) => {
+                    Some(all) if !self.if_long || (x.offsets.is_none() && are_long(seqs)) => {
                         all.with(stream, |sums| by.all(stream, wide, (&p, sums), &tables))?;
                     }
-                    None => {
+                    _ => {
                         by.keys(stream, wide, &p, &tables)?;
                         by.queries(stream, wide, &p, &tables)?;
                     }
@@ -155,5 +184,25 @@ impl Local {
                 x.offsets.as_ref().map_or(Ok(()), |_| offsets.results(stream, refused, outs))
             })
         })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use tilewire_core::DType;
+
+    use super::*;
+    use crate::attention::AttnMask;
+
+    /// On average: what lies behind the last sequence, and sequences of no rows, are none.
+    #[test]
+    fn long_are_sequences_of_4096_queries_on_average() {
+        let of = |cu: &[usize]| are_long(&Sequences::packed(cu, cu).unwrap());
+        assert!(of(&[0, 4096]) && of(&[0, 8192, 8192]) && of(&[0, 8100, 8200]));
+        assert!(!of(&[0, 4095]) && !of(&[0, 4096, 8191]) && !of(&[0, 0]) && !of(&[0]));
+        let plan =
+            |tokens, mask| may_be_long(&AttentionDesc::new(tokens, (2, 1), 128, DType::BF16, mask));
+        assert!(plan(4096, AttnMask::CAUSAL) && plan(9000, AttnMask::FULL));
+        assert!(!plan(4095, AttnMask::CAUSAL) && !plan(9000, AttnMask::window(100, 0)));
     }
 }
