@@ -214,8 +214,8 @@ def attention(
             longer than the bias, make all results NaN.
         deterministic: gradients have the same bits in every run. False lets a GPU add those of q in
             any order where that is faster: on sm_90a, with heads of 128, no window, softcap, bias
-            or dropout, and sequences of 4096 queries and more, with 512 bytes of workspace for each
-            query and head.
+            or dropout, sequences of 4096 queries and more, and keys and heads for all
+            multiprocessors, with 512 bytes of workspace for each query and head.
 
     Returns:
         of q's form with v's d; with ``return_lse`` also the log-sum-exp [heads, tokens] (or [heads,

@@ -83,7 +83,8 @@ impl AttentionPlan {
 
     /// Lets launches take [that kernel](AttentionPlan::with_unordered_backward) where it is faster:
     /// on sm_90a, for heads of 128 and what else it fits, without a window, with sequences on the
-    /// host of 4096 queries on average and more (1.1 times the rate of two kernels, and more;
+    /// host of 4096 queries on average and more, and so many keys and heads that two tiles of 128
+    /// are there for nearly each multiprocessor (1.06 to 1.22 times the rate of two kernels;
     /// docs/lab/attention.md). Others have the same bits in every run. A plan of as many rows has
     /// the sums of dq beside its workspace, 512 bytes for each query and head.
     #[must_use]

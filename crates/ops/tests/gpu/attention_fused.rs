@@ -55,7 +55,7 @@ fn of(seq: usize, mask: AttnMask) -> AttentionDesc {
 fn gradients_in_any_order_of_long_sequences() {
     const ROWS: usize = 4160;
     let Some(g) = hopper() else { return };
-    let d = AttentionDesc::new(ROWS, (2, 1), 128, DType::BF16, AttnMask::CAUSAL);
+    let d = AttentionDesc::new(ROWS, (8, 8), 128, DType::BF16, AttnMask::CAUSAL);
     let made = |d: &AttentionDesc| AttentionPlan::new(d.clone(), None).unwrap();
     let prepared = |plan: AttentionPlan| {
         plan.prepare(&g.stream).unwrap();

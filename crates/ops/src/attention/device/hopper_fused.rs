@@ -24,10 +24,11 @@ pub(super) fn unfit(d: &AttentionDesc) -> Option<String> {
 }
 
 /// The key heads that are done together, of `tiles` tiles of keys each. One whose tiles fill the
-/// multiprocessors is faster than more of them, whose queries and sums of dq leave L2; with fewer
-/// tiles it is as many heads as give each multiprocessor two (docs/lab/attention.md).
+/// multiprocessors is faster than more of them, whose queries and sums of dq leave L2, if many
+/// heads follow; else it is as many heads as give each multiprocessor two tiles
+/// (docs/lab/attention.md).
 fn heads_together(tiles: u32, heads: u32, num_sms: u32) -> u32 {
-    if 10 * tiles >= 9 * num_sms {
+    if 10 * tiles >= 9 * num_sms && tiles * heads >= 4 * num_sms {
         return 1;
     }
     (19 * num_sms / 10).div_ceil(tiles.max(1)).next_power_of_two().min(heads).max(1)
@@ -131,6 +132,8 @@ mod tests {
     fn heads_are_done_together_until_their_tiles_fill_the_device() {
         let of = |keys: usize| heads_together((keys / TILE_M) as u32, 8, 132);
         assert_eq!([4096, 8192, 16384, 32768].map(of), [8, 4, 1, 1]);
-        assert_eq!(([of(0), of(128)], heads_together(5, 3, 4)), ([8, 8], 1));
+        assert_eq!(([of(0), of(128)], heads_together(5, 3, 4)), ([8, 8], 2));
+        // The last tiles of few heads begin late if those of one come before all of the next.
+        assert_eq!([128, 256].map(|tiles| heads_together(tiles, 2, 132)), [2, 1]);
     }
 }

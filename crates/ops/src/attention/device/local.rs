@@ -7,6 +7,7 @@ use tilewire_core::Result;
 use tilewire_device::Tensor;
 use tilewire_device::cuda::{CudaContext, CudaStream};
 use tilewire_kernels::abi::TwAttn;
+use tilewire_kernels::attention::hopper::TILE_M;
 
 use super::hopper_fp8::count_blocks;
 use super::queue::{Kernels, Prepared, Sides, inputs, inputs_bwd, param, param_bwd};
@@ -24,19 +25,22 @@ pub(crate) struct Local {
     spaces: Workspaces<Space>,
     /// Sums of dq, if one kernel makes all gradients.
     sums: Option<Workspaces<Sums>>,
-    /// It makes those of long sequences alone.
-    if_long: bool,
+    /// It makes those of long sequences alone, on so many multiprocessors.
+    if_long: Option<u32>,
 }
 
 /// Queries of a sequence, on average, from which on one kernel that adds dq in any order is faster
 /// than two (docs/lab/attention.md).
 const LONG: usize = 4096;
 
-/// Returns whether the sequences of a launch are [`LONG`]; those that nobody knows yet are not.
-fn are_long(s: &Sequences) -> bool {
+/// Returns whether the sequences of a launch are [`LONG`], and their keys tiles for all
+/// multiprocessors nearly twice: a block of the one kernel has a tile with all its queries, which
+/// it is slower for than two kernels where there are few. Sequences that nobody knows yet are not.
+fn are_long(s: &Sequences, heads_kv: usize, num_sms: u32) -> bool {
     let lens = s.q.iter().map(Range::len).filter(|n| *n > 0);
     let (num, rows) = lens.fold((0, 0), |(num, rows), n| (num + 1, rows + n));
-    num > 0 && rows >= LONG * num
+    let tiles: usize = s.kv.iter().map(|kv| kv.len().div_ceil(TILE_M)).sum();
+    num > 0 && rows >= LONG * num && 10 * tiles * heads_kv >= 19 * num_sms as usize
 }
 
 /// Returns whether a plan may have launches that one kernel is faster for.
@@ -52,7 +56,10 @@ impl Local {
         (backend, fusion): (AttnBackend, Fusion),
     ) -> Result<Self> {
         let mut kernels = Kernels::new(ctx, d, backend)?;
-        let if_long = fusion == Fusion::UnorderedIfFaster;
+        let if_long = match fusion {
+            Fusion::UnorderedIfFaster => Some(ctx.num_sms()?),
+            _ => None,
+        };
         match fusion {
             Fusion::None => {}
             Fusion::UnorderedIfFaster if !may_be_long(d) => {}
@@ -171,8 +178,11 @@ impl Local {
                         Sides { queries, keys }
                     }
                 };
+                let one = self.if_long.is_none_or(|num_sms| {
+                    x.offsets.is_none() && are_long(seqs, d.heads_kv, num_sms)
+                });
                 match &self.sums {
-                    Some(all) if !self.if_long || (x.offsets.is_none() && are_long(seqs)) => {
+                    Some(all) if one => {
                         all.with(stream, |sums| by.all(stream, wide, (&p, sums), &tables))?;
                     }
                     _ => {
@@ -197,9 +207,12 @@ mod tests {
     /// On average: what lies behind the last sequence, and sequences of no rows, are none.
     #[test]
     fn long_are_sequences_of_4096_queries_on_average() {
-        let of = |cu: &[usize]| are_long(&Sequences::packed(cu, cu).unwrap());
+        let of = |cu: &[usize]| are_long(&Sequences::packed(cu, cu).unwrap(), 8, 132);
         assert!(of(&[0, 4096]) && of(&[0, 8192, 8192]) && of(&[0, 8100, 8200]));
         assert!(!of(&[0, 4095]) && !of(&[0, 4096, 8191]) && !of(&[0, 0]) && !of(&[0]));
+        // Two key heads: 64, 128 and 256 tiles.
+        let two = |n| are_long(&Sequences::one(n, n), 2, 132);
+        assert!(!two(4096) && !two(8192) && two(16384));
         let plan =
             |tokens, mask| may_be_long(&AttentionDesc::new(tokens, (2, 1), 128, DType::BF16, mask));
         assert!(plan(4096, AttnMask::CAUSAL) && plan(9000, AttnMask::FULL));
