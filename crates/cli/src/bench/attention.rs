@@ -237,7 +237,7 @@ impl Bench<'_> {
         Ok([of_pass(0)?, of_pass(1)?])
     }
 
-    /// What moves so many bytes from each rank to each other one, and does nothing else.
+    /// A transfer of so many bytes from each rank to each other one, and nothing else.
     fn transfer(&self, bytes: u64) -> Result<Queued<'_>> {
         const COLS: usize = 8;
         let rows = (bytes as usize).div_ceil(COLS * self.o.dtype.size());

@@ -292,8 +292,8 @@ impl Bench<'_> {
     }
 
     /// As [`Bench::time`] for each of `ways`, sampled in turn, in another order each time, so that
-    /// what disturbs the machine for a while disturbs all. Then `fresh` runs, and behind it each way once more as it was
-    /// timed: what lies in its results afterwards is of that run.
+    /// what disturbs the machine for a while disturbs all. Then `fresh` runs, and behind it each
+    /// way once more as it was timed: what lies in its results afterwards is of that run.
     pub fn in_turn(
         &self,
         ways: &[&dyn Fn() -> Result<()>],
@@ -330,8 +330,8 @@ impl Bench<'_> {
         let mut order: Vec<usize> = (0..ways.len()).collect();
         for i in 0..self.o.warmup.saturating_add(self.o.iters) {
             // What runs in front decides on the card's clock: each way is behind each other one
-            // now and then.
-            for left in (2..=order.len()).rev() {
+            // now and then. At first they run in their order, as one may read what another leaves.
+            for left in (2..=order.len()).rev().filter(|_| i > 0) {
                 order.swap(left - 1, rng.below(left as u64) as usize);
             }
             for &at in &order {

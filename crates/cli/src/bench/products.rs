@@ -37,7 +37,7 @@ enum Plan {
     Ar(GemmArPlan),
 }
 
-/// What queues one run of something.
+/// A function that queues one run.
 pub(super) type Queued<'a> = Box<dyn Fn() -> Result<()> + 'a>;
 
 /// Operands and output of a comm+GEMM operation on this rank.
@@ -376,29 +376,32 @@ impl Bench<'_> {
         drop(launches);
         drop(ways);
         self.heap.collect()?;
-        let by_us = |a: &Time, b: &Time| a.us.total_cmp(&b.us);
-        let comm_time = ours.into_iter().chain(nccl).min_by(by_us);
-        let sequential = rows.iter().filter(|r| r.op.contains("/sequential"));
-        let seq = sequential
-            .filter_map(|r| Some(Time { us: r.t_ours_us?, spread: r.spread_us.ours? }))
-            .min_by(by_us);
-        let word = |t: Option<Time>| t.map_or("not here".to_owned(), |t| format!("{:.1} us", t.us));
-        let comm = format!("collective alone: puts {}, NCCL {}", word(ours), word(nccl));
-        Ok(rows
-            .into_iter()
-            .map(|r| {
-                let note = r.note.as_ref().map(|n| format!("{n}; {comm}"));
-                let spread_us = Spreads {
-                    gemm: Some(t_gemm.spread),
-                    comm: comm_time.map(|t| t.spread),
-                    seq: seq.map(|t| t.spread),
-                    ..r.spread_us
-                };
-                let (t_comm_us, t_seq_us) = (comm_time.map(|t| t.us), seq.map(|t| t.us));
-                Row { t_gemm_us: Some(t_gemm.us), t_comm_us, t_seq_us, spread_us, note, ..r }
-            })
-            .collect())
+        Ok(with_parts(rows, t_gemm, [ours, nccl]))
     }
+}
+
+/// The rows of all ways, with the product alone, and the collective by puts and by NCCL.
+fn with_parts(rows: Vec<Row>, t_gemm: Time, [ours, nccl]: [Option<Time>; 2]) -> Vec<Row> {
+    let by_us = |a: &Time, b: &Time| a.us.total_cmp(&b.us);
+    let comm_time = ours.into_iter().chain(nccl).min_by(by_us);
+    let sequential = rows.iter().filter(|r| r.op.contains("/sequential"));
+    let seq = sequential
+        .filter_map(|r| Some(Time { us: r.t_ours_us?, spread: r.spread_us.ours? }))
+        .min_by(by_us);
+    let word = |t: Option<Time>| t.map_or("not here".to_owned(), |t| format!("{:.1} us", t.us));
+    let comm = format!("collective alone: puts {}, NCCL {}", word(ours), word(nccl));
+    let with = |r: Row| {
+        let note = r.note.as_ref().map(|n| format!("{n}; {comm}"));
+        let spread_us = Spreads {
+            gemm: Some(t_gemm.spread),
+            comm: comm_time.map(|t| t.spread),
+            seq: seq.map(|t| t.spread),
+            ..r.spread_us
+        };
+        let (t_comm_us, t_seq_us) = (comm_time.map(|t| t.us), seq.map(|t| t.us));
+        Row { t_gemm_us: Some(t_gemm.us), t_comm_us, t_seq_us, spread_us, note, ..r }
+    };
+    rows.into_iter().map(with).collect()
 }
 
 #[cfg(test)]
