@@ -130,6 +130,8 @@ def bench_of_one():
             preload=False,
             needs=needs,
             takes=1,
+            # flex_attention is compiled there.
+            limit_s=2 * LIMIT_S,
         )
     needs = None if importlib.util.find_spec("jax") else "jax is not there"
     for rates in ["attention", "grouped"]:
@@ -140,6 +142,7 @@ def bench_of_one():
             preload=False,
             needs=needs,
             takes=1,
+            limit_s=3 * LIMIT_S,
         )
     yield train_rates(1)
 

@@ -110,7 +110,8 @@ def grouped(groups, rows, n, k, even):
         if best is None or us < best[0]:
             best = (us, launch, f"{block_m}x{block_n}")
     if best is None:
-        sys.exit("no tiles fit")
+        print(f"{groups} groups of {rows} rows: no tiles fit", file=sys.stderr)
+        return
     tell(
         2.0 * rows * n * k,
         best[1],
@@ -130,7 +131,8 @@ def main():
         for seq in [4096, 16384, 32768]:
             attention(seq)
     elif sys.argv[1:] == ["grouped"]:
-        for shape in GROUPED:
+        # The others take it a minute each.
+        for shape in GROUPED[:4]:
             for even in [True, False]:
                 grouped(*shape, even)
     else:

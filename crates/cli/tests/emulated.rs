@@ -237,24 +237,30 @@ fn a_checkpoint_of_devices_goes_on_exactly_and_on_any_grid() {
     }
 }
 
-/// What `bench` times against memory traffic: captured, replayed, and judged by the last replay.
+/// What `bench` times against memory traffic: captured, replayed, and judged by the last replay;
+/// and all ways of an operation in turn, beside the product and the transfers alone.
 #[test]
 fn what_moves_is_timed_on_emulated_devices() {
     let _one = ALL.lock().unwrap_or_else(PoisonError::into_inner);
     let Some(driver) = Driver::emulated() else {
         return did_not_run(Lack::Compiler, "it needs g++");
     };
-    let ops = "quant,permute,bulk,embed,norm,heads,router,cross_entropy,optimizer";
+    let ops = "quant,permute,bulk,embed,norm,heads,router,cross_entropy,optimizer,ag_gemm,gemm_rs,\
+               gemm_ar";
     let sizes = "--m 24 --n 32 --k 8 --tokens 9 --hidden 16 --experts 6 --top-k 2 --align 2 --iters 1 --warmup 0";
     let mut command = driver.command(PROGRAM, 2);
     command.args(["bench", "--json", "--backend", "vmm", "--ranks", "2", "--dtype", "bf16"]);
     command.args(["--op", ops]).args(sizes.split(' '));
     let said = run(command, "bench");
     let rows: Vec<Value> = said.lines().map(|l| serde_json::from_str(l).unwrap()).collect();
-    assert_eq!(rows.len(), 30, "{said}");
+    assert_eq!(rows.len(), 51, "{said}");
     for r in &rows {
         assert!(r["wrong"] == 0 && r["t_ours_us"].as_f64().unwrap() > 0.0, "{r}");
         assert!(r["backend"] == "vmm" && r["max_err"].is_number(), "{r}");
+        let op = r["op"].as_str().unwrap();
+        if ["ag_gemm", "gemm_rs", "gemm_ar"].iter().any(|o| op.starts_with(o)) {
+            assert!(["t_gemm_us", "t_comm_us"].iter().all(|t| r[t].as_f64() > Some(0.0)), "{r}");
+        }
     }
 }
 

@@ -81,12 +81,12 @@ impl AttentionPlan {
         Self { fusion: Fusion::Unordered, ..self }
     }
 
-    /// Lets launches take [that kernel](AttentionPlan::with_unordered_backward) where it is faster:
+    /// Lets launches of long sequences take [that kernel](AttentionPlan::with_unordered_backward):
     /// on sm_90a, for heads of 128 and what else it fits, without a window, with sequences on the
     /// host of 4096 queries on average and more, and so many keys and heads that two tiles of 128
-    /// are there for nearly each multiprocessor (1.06 to 1.22 times the rate of two kernels;
-    /// docs/lab/attention.md). Others have the same bits in every run. A plan of as many rows has
-    /// the sums of dq beside its workspace, 512 bytes for each query and head.
+    /// are there for nearly each multiprocessor (on an H200 0.98 to 1.17 times the rate of two
+    /// kernels, mostly 1.1; docs/lab/attention.md). Others have the same bits in every run. A plan
+    /// of as many rows has the sums of dq beside its workspace, 512 bytes for each query and head.
     #[must_use]
     pub fn allow_unordered_backward(self) -> Self {
         Self { fusion: Fusion::UnorderedIfFaster, ..self }

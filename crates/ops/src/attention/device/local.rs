@@ -40,12 +40,18 @@ fn are_long(s: &Sequences, heads_kv: usize, num_sms: u32) -> bool {
     let lens = s.q.iter().map(Range::len).filter(|n| *n > 0);
     let (num, rows) = lens.fold((0, 0), |(num, rows), n| (num + 1, rows + n));
     let tiles: usize = s.kv.iter().map(|kv| kv.len().div_ceil(TILE_M)).sum();
-    num > 0 && rows >= LONG * num && 10 * tiles * heads_kv >= 19 * num_sms as usize
+    num > 0 && rows >= LONG * num && fill(tiles * heads_kv, num_sms)
+}
+
+/// Returns whether so many tiles are nearly two for each multiprocessor.
+fn fill(tiles: usize, num_sms: u32) -> bool {
+    10 * tiles >= 19 * num_sms as usize
 }
 
 /// Returns whether a plan may have launches that one kernel is faster for.
-fn may_be_long(d: &AttentionDesc) -> bool {
-    d.sequences.tokens_q >= LONG && d.mask.left.is_none()
+fn may_be_long(d: &AttentionDesc, num_sms: u32) -> bool {
+    let tiles = d.sequences.tokens_kv.div_ceil(TILE_M) * d.heads_kv;
+    d.sequences.tokens_q >= LONG && d.mask.left.is_none() && fill(tiles, num_sms)
 }
 
 impl Local {
@@ -62,7 +68,7 @@ impl Local {
         };
         match fusion {
             Fusion::None => {}
-            Fusion::UnorderedIfFaster if !may_be_long(d) => {}
+            Fusion::UnorderedIfFaster if !if_long.is_some_and(|sms| may_be_long(d, sms)) => {}
             Fusion::UnorderedIfFaster => match kernels.fuse(ctx, d, true) {
                 Err(e) if e.is_unsupported() => {}
                 r => {
@@ -213,9 +219,11 @@ mod tests {
         // Two key heads: 64, 128 and 256 tiles.
         let two = |n| are_long(&Sequences::one(n, n), 2, 132);
         assert!(!two(4096) && !two(8192) && two(16384));
-        let plan =
-            |tokens, mask| may_be_long(&AttentionDesc::new(tokens, (2, 1), 128, DType::BF16, mask));
-        assert!(plan(4096, AttnMask::CAUSAL) && plan(9000, AttnMask::FULL));
-        assert!(!plan(4095, AttnMask::CAUSAL) && !plan(9000, AttnMask::window(100, 0)));
+        let plan = |n, heads, mask| {
+            may_be_long(&AttentionDesc::new(n, heads, 128, DType::BF16, mask), 132)
+        };
+        assert!(plan(4096, (8, 8), AttnMask::CAUSAL) && plan(9000, (8, 4), AttnMask::FULL));
+        assert!(!plan(4095, (8, 8), AttnMask::CAUSAL) && !plan(4096, (8, 4), AttnMask::CAUSAL));
+        assert!(!plan(9000, (8, 8), AttnMask::window(100, 0)));
     }
 }
