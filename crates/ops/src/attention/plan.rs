@@ -65,7 +65,7 @@ impl AttentionPlan {
     /// Makes dq, dk and dv by one kernel of five products, in place of two of seven: on sm_90a, for
     /// heads of 128, bf16 or f16 with gradients of the same type, a positive scale, no softcap,
     /// bias or dropout. Gradients have the same bits in every run, and others than those of two
-    /// kernels. Each workspace has the sums of dq beside, 512 bytes for each query and head. Call
+    /// kernels. The sums of dq take 512 bytes for each query and head, which plans share. Call
     /// before [`AttentionPlan::prepare`], which fails with `Unsupported` where there is no such
     /// kernel; the host has one algorithm anyway.
     #[must_use]

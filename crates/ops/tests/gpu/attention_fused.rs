@@ -162,6 +162,45 @@ fn fused_gradients_replay_with_the_same_bits() {
     replays_by(&g, &of(seq, AttnMask::CAUSAL), By::Fused);
 }
 
+/// Plans of as many rows have one workspace of sums: launches that take turns leave it as each
+/// needs it.
+#[test]
+fn plans_that_share_sums_take_turns() {
+    const ROWS: usize = 190;
+    let Some(g) = hopper() else { return };
+    let mut rng = Rng::new(13);
+    let d = of(ROWS, AttnMask::CAUSAL);
+    let mut put = |heads: usize| g.put(&random(&mut rng, ROWS, heads * 128, d.dtype), d.dtype);
+    let x = AttnInputs::new(put(d.heads_q), put(d.heads_kv), put(d.heads_kv));
+    let d_out = put(d.heads_q);
+    let made = |mask| {
+        let d = AttentionDesc { mask, ..d.clone() };
+        let plan = AttentionPlan::with_backend(d, None, AttnBackend::Hopper).unwrap();
+        let plan = plan.with_fused_backward();
+        plan.prepare(&g.stream).unwrap();
+        plan
+    };
+    let bits_of = |plan: &AttentionPlan| {
+        let poisoned = |t, shape| g.move_here(&Tensor::poisoned(t, shape));
+        let like = |heads: usize| poisoned(d.dtype, Shape::d2(ROWS, heads * 128));
+        let lse = poisoned(DType::F32, Shape::d2(d.heads_q, ROWS));
+        let out = AttnOut { out: like(d.heads_q), lse };
+        let grads = AttnGrads::new(like(d.heads_q), like(d.heads_kv), like(d.heads_kv));
+        drop(plan.launch_fwd(&g.stream, &x, out.clone()).unwrap());
+        let saved = AttnSaved { out: out.out, lse: out.lse, d_out: d_out.clone() };
+        drop(plan.launch_bwd(&g.stream, &x, saved, grads.clone()).unwrap());
+        g.stream.synchronize().unwrap();
+        [grads.dq, grads.dk, grads.dv].map(|t| t.download().unwrap())
+    };
+    let masks = [AttnMask::CAUSAL, AttnMask::FULL];
+    let alone = masks.map(|mask| bits_of(&made(mask)));
+    let both = masks.map(made);
+    for turn in [0, 1, 0, 0, 1] {
+        assert!(bits_of(&both[turn]) == alone[turn], "{turn}");
+    }
+    assert!(alone[0] != alone[1]);
+}
+
 /// Offsets in device memory: the bits of sequences that the host knows, and NaN if they are none.
 #[test]
 fn fused_gradients_by_offsets_in_device_memory() {
@@ -233,6 +272,7 @@ fn fused_gradients_run_on_emulated_devices() {
             "attention_fused::fused_gradients_of_packed_rows_and_sinks",
             "attention_fused::gradients_in_any_order",
             "attention_fused::fused_gradients_replay_with_the_same_bits",
+            "attention_fused::plans_that_share_sums_take_turns",
             "attention_fused::fused_gradients_by_offsets_in_device_memory",
             "attention_fused::what_has_no_fused_gradients",
         ],

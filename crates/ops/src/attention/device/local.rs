@@ -23,8 +23,8 @@ use crate::common::workspaces::Workspaces;
 pub(crate) struct Local {
     kernels: Arc<Kernels>,
     spaces: Workspaces<Space>,
-    /// Sums of dq, if one kernel makes all gradients.
-    sums: Option<Workspaces<Sums>>,
+    /// Sums of dq, if one kernel makes all gradients: shared with other plans.
+    sums: Option<Arc<Workspaces<Sums>>>,
     /// It makes those of long sequences alone, on so many multiprocessors.
     if_long: Option<u32>,
 }
@@ -83,8 +83,7 @@ impl Local {
         let spaces = Workspaces::new(ctx, move |ctx| {
             Space::new(ctx, &k.sizes, (k.split.as_ref(), k.fp8.as_ref()))
         });
-        let sums = kernels.sizes.sums;
-        let sums = sums.map(|sizes| Workspaces::new(ctx, move |ctx| Sums::new(ctx, sizes)));
+        let sums = kernels.sizes.sums.map(|sizes| Sums::shared(ctx, sizes));
         Ok(Self { kernels, spaces, sums, if_long })
     }
 

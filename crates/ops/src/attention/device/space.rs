@@ -1,5 +1,7 @@
 //! The workspace of attention.
 
+use std::sync::{Arc, Mutex, PoisonError, Weak};
+
 use tilewire_core::Result;
 use tilewire_device::cuda::{CudaContext, CudaMemory};
 
@@ -9,6 +11,7 @@ use super::offsets::table_bytes;
 use super::split::{Pieces, SplitKeys};
 use crate::attention::AttentionDesc;
 use crate::common::cuda::workspace;
+use crate::common::workspaces::Workspaces;
 
 /// The sizes of a workspace.
 pub(super) struct Sizes {
@@ -23,7 +26,7 @@ pub(super) struct Sizes {
 }
 
 /// The sizes of [`Sums`].
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) struct SumsSizes {
     /// Elements of dq.
     pub elements: usize,
@@ -39,8 +42,41 @@ pub(crate) struct Sums {
     pub words: CudaMemory,
 }
 
+impl SumsSizes {
+    /// At most an eighth more, so that plans of about as many rows have the same.
+    fn rounded(self) -> Self {
+        let up = |n: usize| n.next_multiple_of((n.next_power_of_two() / 8).max(1));
+        Self { elements: up(self.elements), words: up(self.words) }
+    }
+}
+
+/// Things that plans share, by their keys, while a plan has them.
+type Known<K, T> = Vec<(K, Weak<T>)>;
+
+/// Returns what `all` has for `key`, or makes it.
+fn shared<K: PartialEq, T>(all: &mut Known<K, T>, key: K, make: impl FnOnce() -> T) -> Arc<T> {
+    all.retain(|(_, known)| known.strong_count() > 0);
+    let known = all.iter().find(|(of, _)| *of == key).and_then(|(_, known)| known.upgrade());
+    known.unwrap_or_else(|| {
+        let new = Arc::new(make());
+        all.push((key, Arc::downgrade(&new)));
+        new
+    })
+}
+
 impl Sums {
-    pub fn new(ctx: &CudaContext, sizes: SumsSizes) -> Result<Self> {
+    /// Returns the workspaces of plans on the device of `ctx` that need as many sums, or at most an
+    /// eighth fewer: they are large, and launches on one stream take turns anyhow.
+    pub fn shared(ctx: &CudaContext, sizes: SumsSizes) -> Arc<Workspaces<Self>> {
+        static ALL: Mutex<Known<(u32, SumsSizes), Workspaces<Sums>>> = Mutex::new(Vec::new());
+        let sizes = sizes.rounded();
+        let mut all = ALL.lock().unwrap_or_else(PoisonError::into_inner);
+        shared(&mut all, (ctx.ordinal(), sizes), || {
+            Workspaces::new(ctx, move |ctx| Sums::new(ctx, sizes))
+        })
+    }
+
+    fn new(ctx: &CudaContext, sizes: SumsSizes) -> Result<Self> {
         let (sums, words) = (4 * sizes.elements, 4 * sizes.words);
         Ok(Self { sums: workspace(ctx, sums)?, words: workspace(ctx, words)? })
     }
@@ -76,5 +112,29 @@ impl Space {
         let (tables, delta) =
             (workspace(ctx, 3 * table_bytes(*segs))?, workspace(ctx, 4 * queries)?);
         Ok(Self { tables, delta, refused: workspace(ctx, 4)?, wide, pieces, turned })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn plans_of_about_as_many_rows_share_sums() {
+        let of = |elements, words| SumsSizes { elements, words }.rounded();
+        assert_eq!(of(1 << 20, 257), of((1 << 20) - 9, 250 + 33));
+        assert_eq!(of(0, 1), SumsSizes { elements: 0, words: 1 });
+        for n in [1, 2, 7, 8, 9, 1000, 12_345_678] {
+            let up = of(n, n);
+            assert!(up.elements >= n && up.elements <= n + n / 4 && up.words == up.elements, "{n}");
+        }
+        let mut all = Vec::new();
+        let first = shared(&mut all, of(900, 90), || 1);
+        let again = shared(&mut all, of(899, 90), || 2);
+        let other = shared(&mut all, of(1100, 90), || 3);
+        assert_eq!((*first, *again, *other, all.len()), (1, 1, 3, 2));
+        // With the last plan they are gone.
+        drop((first, again));
+        assert_eq!((*shared(&mut all, of(900, 90), || 4), all.len()), (4, 2));
     }
 }
