@@ -49,6 +49,27 @@ fn of(seq: usize, mask: AttnMask) -> AttentionDesc {
     base(seq, 128, DType::BF16, mask)
 }
 
+/// The gradients of one forward and one backward pass, on poison.
+fn gradients(g: &Gpu, plan: &AttentionPlan, (x, d_out): (&AttnInputs, &Tensor)) -> AttnGrads {
+    let (d, rows) = (plan.desc(), d_out.shape().dims()[0]);
+    let poisoned = |t, shape| g.move_here(&Tensor::poisoned(t, shape));
+    let like = |heads: usize| poisoned(d.dtype, Shape::d2(rows, heads * 128));
+    let lse = poisoned(DType::F32, Shape::d2(d.heads_q, rows));
+    let out = AttnOut { out: like(d.heads_q), lse };
+    let grads = AttnGrads::new(like(d.heads_q), like(d.heads_kv), like(d.heads_kv));
+    drop(plan.launch_fwd(&g.stream, x, out.clone()).unwrap());
+    let saved = AttnSaved { out: out.out, lse: out.lse, d_out: d_out.clone() };
+    drop(plan.launch_bwd(&g.stream, x, saved, grads.clone()).unwrap());
+    g.stream.synchronize().unwrap();
+    grads
+}
+
+/// The bits of these.
+fn bits_of(g: &Gpu, plan: &AttentionPlan, with: (&AttnInputs, &Tensor)) -> [Vec<u8>; 3] {
+    let grads = gradients(g, plan, with);
+    [grads.dq, grads.dk, grads.dv].map(|t| t.download().unwrap())
+}
+
 /// A plan that may add dq in any order does so for long sequences alone; where there is no such
 /// kernel it has that of other plans.
 #[test]
@@ -80,18 +101,7 @@ fn gradients_in_any_order_of_long_sequences() {
         let x = AttnInputs::new(put(d.heads_q), put(d.heads_kv), put(d.heads_kv));
         let sequences = Some(Sequences::packed(cu, cu).unwrap());
         let (x, d_out) = (AttnInputs { sequences, ..x }, put(d.heads_q));
-        let poisoned = |t, shape| g.move_here(&Tensor::poisoned(t, shape));
-        let [free, two, one] = [&free, &two, &one].map(|plan| {
-            let like = |heads: usize| poisoned(d.dtype, Shape::d2(rows, heads * 128));
-            let lse = poisoned(DType::F32, Shape::d2(d.heads_q, rows));
-            let out = AttnOut { out: like(d.heads_q), lse };
-            let grads = AttnGrads::new(like(d.heads_q), like(d.heads_kv), like(d.heads_kv));
-            drop(plan.launch_fwd(&g.stream, &x, out.clone()).unwrap());
-            let saved = AttnSaved { out: out.out, lse: out.lse, d_out: d_out.clone() };
-            drop(plan.launch_bwd(&g.stream, &x, saved, grads.clone()).unwrap());
-            g.stream.synchronize().unwrap();
-            grads
-        });
+        let [free, two, one] = [&free, &two, &one].map(|plan| gradients(&g, plan, (&x, &d_out)));
         let bits = |t: &Tensor| t.download().unwrap();
         assert!(!long || bits(&one.dk) != bits(&two.dk), "the order of sums is another");
         let same = |a: &AttnGrads| bits(&a.dk) == bits(&free.dk) && bits(&a.dv) == bits(&free.dv);
@@ -180,18 +190,7 @@ fn plans_that_share_sums_take_turns() {
         plan.prepare(&g.stream).unwrap();
         plan
     };
-    let bits_of = |plan: &AttentionPlan| {
-        let poisoned = |t, shape| g.move_here(&Tensor::poisoned(t, shape));
-        let like = |heads: usize| poisoned(d.dtype, Shape::d2(ROWS, heads * 128));
-        let lse = poisoned(DType::F32, Shape::d2(d.heads_q, ROWS));
-        let out = AttnOut { out: like(d.heads_q), lse };
-        let grads = AttnGrads::new(like(d.heads_q), like(d.heads_kv), like(d.heads_kv));
-        drop(plan.launch_fwd(&g.stream, &x, out.clone()).unwrap());
-        let saved = AttnSaved { out: out.out, lse: out.lse, d_out: d_out.clone() };
-        drop(plan.launch_bwd(&g.stream, &x, saved, grads.clone()).unwrap());
-        g.stream.synchronize().unwrap();
-        [grads.dq, grads.dk, grads.dv].map(|t| t.download().unwrap())
-    };
+    let bits_of = |plan: &AttentionPlan| bits_of(&g, plan, (&x, &d_out));
     let masks = [AttnMask::CAUSAL, AttnMask::FULL];
     let alone = masks.map(|mask| bits_of(&made(mask)));
     let both = masks.map(made);
@@ -216,18 +215,7 @@ fn fused_gradients_by_offsets_in_device_memory() {
     let mut put = |heads: usize| g.put(&random(&mut rng, ROWS, heads * 128, d.dtype), d.dtype);
     let x = AttnInputs::new(put(d.heads_q), put(d.heads_kv), put(d.heads_kv));
     let d_out = put(d.heads_q);
-    let poisoned = |t, shape| g.move_here(&Tensor::poisoned(t, shape));
-    let bits_of = |x: &AttnInputs| {
-        let like = |heads: usize| poisoned(d.dtype, Shape::d2(ROWS, heads * 128));
-        let lse = poisoned(DType::F32, Shape::d2(d.heads_q, ROWS));
-        let out = AttnOut { out: like(d.heads_q), lse };
-        let grads = AttnGrads::new(like(d.heads_q), like(d.heads_kv), like(d.heads_kv));
-        drop(plan.launch_fwd(&g.stream, x, out.clone()).unwrap());
-        let saved = AttnSaved { out: out.out, lse: out.lse, d_out: d_out.clone() };
-        drop(plan.launch_bwd(&g.stream, x, saved, grads.clone()).unwrap());
-        g.stream.synchronize().unwrap();
-        [grads.dq, grads.dk, grads.dv].map(|t| t.download().unwrap())
-    };
+    let bits_of = |x: &AttnInputs| bits_of(&g, &plan, (x, &d_out));
     let by_offsets = |cu: &[i32]| {
         let cu = || {
             let host = Tensor::from_slice(cu, Shape::d1(cu.len())).unwrap();
