@@ -6,6 +6,7 @@ from dense import leaf, randn
 
 import tilewire
 import tilewire.torch as tw
+from tilewire import _native
 
 
 def dense(
@@ -332,9 +333,16 @@ def test_what_does_not_fit_is_refused(world, device):
             bad()
 
 
-def test_gradients_in_any_order(device, gen):
+def test_gradients_in_any_order(device, gen, monkeypatch):
     """Of long sequences on a GPU the gradients of q are added as they come; they are near those of
     a fixed order. A CPU has one."""
+    asked, backward = [], _native.attention_bwd
+
+    def seen(spec, *args):
+        asked.append(spec["deterministic"])
+        return backward(spec, *args)
+
+    monkeypatch.setattr(_native, "attention_bwd", seen)
     rows = 4160 if torch.device(device).type == "cuda" else 70
     dtype = torch.bfloat16 if rows > 70 else torch.float32
     made = [randn(gen, rows, h, 128).to(device, dtype) for h in (8, 8, 8, 8)]
@@ -346,3 +354,4 @@ def test_gradients_in_any_order(device, gen):
     for want, got in zip(*grads):
         most = want.abs().max()
         assert most > 0 and ((got - want).abs() <= (0.02 if rows > 70 else 0.0) * most).all()
+    assert asked == [True, False]
