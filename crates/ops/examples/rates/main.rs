@@ -78,9 +78,10 @@ impl<'a> Turn<'a> {
     }
 }
 
-/// Returns whether each way is to run for long, as the command line says.
+/// Returns whether each way is to run for long, as the command line says: of rows that show it.
 fn sustained() -> bool {
-    std::env::args().any(|a| a == "sustained")
+    let shown = std::env::args().nth(1).is_some_and(|what| what == "gemm" || what == "attention");
+    shown && std::env::args().skip(2).any(|a| a == "sustained")
 }
 
 /// Half of the time that a sustained way runs, in microseconds, and the most launches that are
@@ -102,7 +103,8 @@ fn sustain(ctx: &CudaContext, stream: &Stream, t: &mut Turn<'_>) -> Result<()> {
         (0..num).try_for_each(|_| (t.launch)())?;
         s.record(e)?;
         if i == parts {
-            card = Some(thread::spawn(card_now));
+            let card_of = ctx.info()?.pci;
+            card = Some(thread::spawn(move || card_now(&card_of)));
         }
         stream.synchronize()?;
     }
@@ -111,9 +113,9 @@ fn sustain(ctx: &CudaContext, stream: &Stream, t: &mut Turn<'_>) -> Result<()> {
     Ok(())
 }
 
-/// MHz and watts of the first card, if its tool says them.
-fn card_now() -> Option<[f64; 2]> {
-    let ask = ["-i", "0", "--query-gpu=clocks.sm,power.draw", "--format=csv,noheader,nounits"];
+/// MHz and watts of the card at this place on the PCI bus, if its tool says them.
+fn card_now(pci: &str) -> Option<[f64; 2]> {
+    let ask = ["-i", pci, "--query-gpu=clocks.sm,power.draw", "--format=csv,noheader,nounits"];
     let said = Command::new("nvidia-smi").args(ask).output().ok()?;
     let said = String::from_utf8(said.stdout).ok()?;
     let (mhz, watts) = said.trim().split_once(", ")?;
