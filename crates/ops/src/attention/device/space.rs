@@ -43,7 +43,7 @@ pub(crate) struct Sums {
 }
 
 impl SumsSizes {
-    /// At most an eighth more, so that plans of about as many rows have the same.
+    /// At most a quarter more, so that plans of about as many rows have the same.
     fn rounded(self) -> Self {
         let up = |n: usize| n.next_multiple_of((n.next_power_of_two() / 8).max(1));
         Self { elements: up(self.elements), words: up(self.words) }
@@ -65,8 +65,8 @@ fn shared<K: PartialEq, T>(all: &mut Known<K, T>, key: K, make: impl FnOnce() ->
 }
 
 impl Sums {
-    /// Returns the workspaces of plans on the device of `ctx` that need as many sums, or at most an
-    /// eighth fewer: they are large, and launches on one stream take turns anyhow.
+    /// Returns the workspaces of plans on the device of `ctx` whose sizes round to the same: they
+    /// are large, and launches on one stream take turns anyhow.
     pub fn shared(ctx: &CudaContext, sizes: SumsSizes) -> Arc<Workspaces<Self>> {
         static ALL: Mutex<Known<(u32, SumsSizes), Workspaces<Sums>>> = Mutex::new(Vec::new());
         let sizes = sizes.rounded();
