@@ -19,6 +19,7 @@ use tilewire_boot::{
     join_processes,
 };
 use tilewire_core::{Config, Deadline, Rank, inject};
+use tilewire_testing::free_port;
 
 fn soon() -> Deadline {
     Deadline::after_s(20.0)
@@ -385,9 +386,7 @@ fn joining_as_under_open_mpi_without_a_secret() {
 
 #[test]
 fn joining_by_our_own_variable_with_the_store_served_by_rank_0() {
-    let free = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
-    let port = free.local_addr().unwrap().port();
-    drop(free);
+    let port = free_port();
     let secret = Secret::random().unwrap().reveal().to_owned();
     joins(|i| {
         vec![
@@ -404,9 +403,7 @@ fn joining_by_our_own_variable_with_the_store_served_by_rank_0() {
 )]
 fn start_up_that_failed_at_any_step_can_be_tried_again() {
     for faulty in 0..2 {
-        let free = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
-        let port = free.local_addr().unwrap().port();
-        drop(free);
+        let port = free_port();
         let secret = Secret::random().unwrap().reveal().to_owned();
         let start = |i| {
             let vars = [

@@ -15,10 +15,11 @@ use std::time::{Duration, Instant, SystemTime};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Value, json};
 use table::*;
-use tilewire_boot::{Flags, detect, join_processes};
+use tilewire_boot::{Flags, Secret, detect, join_processes};
 use tilewire_core::*;
 use tilewire_device::Stream;
 use tilewire_symm::*;
+use tilewire_testing::free_port;
 
 const RANKS: usize = 3;
 const VICTIM: u32 = 1;
@@ -157,10 +158,8 @@ struct Job {
 impl Job {
     fn start(op: &str, kind: &str, timeout: Duration) -> Self {
         let dir = tempfile::tempdir().unwrap();
-        let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
-        let port = listener.local_addr().unwrap().port();
-        drop(listener);
-        let secret = format!("{:032x}", now_ms());
+        let port = free_port();
+        let secret = Secret::random().unwrap().reveal().to_owned();
         let ranks = (0..RANKS)
             .map(|r| {
                 Command::new(std::env::current_exe().unwrap())

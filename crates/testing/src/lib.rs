@@ -14,11 +14,14 @@ mod allocations;
 #[cfg(feature = "fuzz")]
 pub mod fuzz;
 
+use std::collections::BTreeSet;
 use std::fmt::{self, Display};
 use std::fs::OpenOptions;
 use std::io::Write;
+use std::net::TcpListener;
 use std::panic::Location;
 use std::path::Path;
+use std::sync::{Mutex, PoisonError};
 
 /// In the environment: the file for tests that did not run. `cargo xtask test` sets it; without it
 /// they say so on standard error.
@@ -108,9 +111,35 @@ fn note(file: Option<&Path>, name: &str, lack: Lack, why: &str) {
     to.write_all(format!("{program}\t{name}\t{lack}\n").as_bytes()).expect("the file is written");
 }
 
+/// Returns a port of 127.0.0.1 at which nobody listens, and which no other call of this process has
+/// returned: jobs that begin at the same moment would else meet at one.
+///
+/// # Panics
+/// If there is none.
+pub fn free_port() -> u16 {
+    static RETURNED: Mutex<BTreeSet<u16>> = Mutex::new(BTreeSet::new());
+    let mut returned = RETURNED.lock().unwrap_or_else(PoisonError::into_inner);
+    // Those that were returned before stay bound until there is another one.
+    let mut bound = Vec::new();
+    loop {
+        let listener = TcpListener::bind("127.0.0.1:0").expect("a free port");
+        let port = listener.local_addr().expect("its own address").port();
+        if returned.insert(port) {
+            return port;
+        }
+        bound.push(listener);
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn ports_are_returned_once() {
+        let ports: BTreeSet<u16> = (0..300).map(|_| free_port()).collect();
+        assert_eq!(ports.len(), 300);
+    }
 
     #[test]
     fn each_call_is_a_line_with_program_test_and_reason() {

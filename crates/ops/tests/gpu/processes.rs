@@ -15,12 +15,12 @@ use std::time::{Duration, Instant, SystemTime};
 
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Value, json};
-use tilewire_boot::{Flags, detect, join_processes};
+use tilewire_boot::{Flags, Secret, detect, join_processes};
 use tilewire_core::{BackendKind, Config, DType, Deadline, Error, ErrorKind, Rank, Result, Shape};
 use tilewire_device::cuda::{CudaContext, device_count};
 use tilewire_device::{Device, Stream, Tensor};
 use tilewire_symm::{Heap, HeapCfg, LiveTeam, World, WorldCfg};
-use tilewire_testing::{Lack, did_not_run};
+use tilewire_testing::{Lack, did_not_run, free_port};
 
 use crate::team_ops::{Make, Op, asked, by_puts, ranks_asked};
 use crate::{DEVICES, all_poison, expected};
@@ -290,10 +290,8 @@ struct Job {
 impl Job {
     fn start(num: usize, way: &str, cases: &[(usize, usize)]) -> Self {
         let dir = tempfile::tempdir().unwrap();
-        let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
-        let port = listener.local_addr().unwrap().port();
-        drop(listener);
-        let secret = format!("{:032x}", now_ms());
+        let port = free_port();
+        let secret = Secret::random().unwrap().reveal().to_owned();
         let list: Vec<String> = cases.iter().map(|(i, l)| format!("{i}:{l}")).collect();
         let role = format!("{way}|{}|{}", dir.path().display(), list.join(","));
         let rank = |r: usize| {
