@@ -7,20 +7,27 @@
 // A block has a tile of keys, and visits tiles of queries, as the kernel of dk and dv does. Beside
 // it adds what its keys contribute to dq to sums in memory, which `tw_attn_dq_of_sums` turns into
 // dq. These sums have a fixed order, so that they have the same bits in every run: a tile of
-// queries has a turn for each tile of keys that it meets, in the order of keys.
+// queries has a turn for each tile of keys that it meets, in the order of keys or, of some heads,
+// against it.
 //
 // Turns. A word for each tile of queries and head counts the tiles of keys whose contribution is
-// there. A block adds its own when the word says that all tiles of keys in front of it are there;
-// the first one stores, so nothing needs to be zero. `turn_of` computes how many are in front of it
-// from the masks alone.
-//   - Blocks draw their tiles from a counter, all of them, and tiles of keys ascend within a head.
-//     So a block waits only for tiles that were drawn before its own. Of all drawn tiles that are
-//     not done, the first waits for none: the kernel ends, however few of its blocks run.
-//   - Queries are visited from the last to the first, of each tile all heads of the group, and
-//     tiles of keys that meet most come first. Under a causal mask all blocks begin at the last
-//     queries, and those with later keys end earlier. So a block whose neighbour has begun a few
-//     tiles before it, as is so for all but the first blocks, finds its turn everywhere. (Head
-//     after head it would not: at the second head it had to wait for its neighbour's longer way.)
+// there. A block adds its own when the word says that all tiles of keys of earlier turns are there;
+// the first one stores, so nothing needs to be zero. `turn_of` computes how many come earlier from
+// the masks alone.
+//   - Blocks draw their tiles from a counter, all of them, and those of a head in the order of its
+//     turns. So a block waits only for tiles that were drawn before its own. Of all drawn tiles
+//     that are not done, the first waits for none: the kernel ends, however few of its blocks run.
+//   - Mostly tiles of keys ascend, and queries are visited from the last to the first, of each tile
+//     all heads of the group. Under a causal mask all blocks begin at the last queries, and those
+//     with later keys end earlier. So a block whose neighbour has begun a few tiles before it finds
+//     its turn everywhere. (Head after head it would not: at the second head it had to wait for its
+//     neighbour's longer way.) But blocks that begin at the same moment wait for each other, and
+//     each for the slowest one in front of it until all have ended.
+//   - Therefore (`alternate`) tiles of keys descend in every second head, and its queries are
+//     visited from the first to the last. Blocks that begin at the same moment do so at queries of
+//     their own, and the neighbour with later keys is a tile of keys ahead all the way. They end
+//     one after the other, those with the last keys first. So the blocks of the head behind, which
+//     ascends, begin one after the other, a tile of keys apart, and end at the same moment.
 //
 // Without turns (TW_HB_UNORDERED) all blocks add at once to sums that are zero when the launch
 // begins, and the bits of dq differ from run to run. Nobody waits for a word; no word but that of
@@ -96,13 +103,20 @@ struct TwQueries {
     u32 row, num, head;  // none behind the last one
     int pos;
     u32 tile;  // of all tiles of queries of the tables
-    u32 keys;  // the first segment of keys that they may meet
+    u32 keys;  // the segment of keys that they may meet whose turns are first
 };
 
-// What a thread that adds needs of it, and of the tile of keys: its segment, and its number there.
+// What a thread that adds needs of it, and of the tile of keys: its segment, its number there, and
+// whether later keys have earlier turns.
 struct TwAdded {
     TwQueries q;
-    u32 own, own_tile;
+    u32 own, own_tile, down;
+};
+
+// In which order tiles are drawn: so many key heads are done before others, an even number unless
+// it is all of them. `alternate`: 1 if of each two heads the first one's keys descend.
+struct TwFusedOrder {
+    u32 together, alternate;
 };
 
 struct TwFused : TwGrad<false, TW_SUM1 | TW_SUM2, TW_HB_FUSED_M, TW_HB_FUSED_STAGES, 1, 2 * (TW_HB_FUSED_DS + TW_HB_FUSED_HALF)> {
@@ -118,10 +132,10 @@ struct TwFused : TwGrad<false, TW_SUM1 | TW_SUM2, TW_HB_FUSED_M, TW_HB_FUSED_STA
         u64 ds_full[2], dq_full[2], dq_empty;
         TwAdded added[ADDED];
         // Of the loader: the next two tiles of queries, the segment of keys and the tile in it, and
-        // where it is: in which segment of queries, between which rows, heads of the group that
-        // follow.
+        // where it is: in which segment of queries and at which of its rows, how many segments and
+        // tiles follow, in which direction (1 or -1), heads of the group that follow.
         TwQueries ahead[2];
-        u32 own_index, own_tile, seg_index, at, lowest, head, heads, loaded, slots;
+        u32 own_index, own_tile, seg_index, segs, at, tiles, step, head, heads, loaded, slots;
         int lo, end;
     };
     static_assert(sizeof(State) <= TW_HB_FUSED_STATE, "what the host asks for");
@@ -140,25 +154,29 @@ struct TwFused : TwGrad<false, TW_SUM1 | TW_SUM2, TW_HB_FUSED_M, TW_HB_FUSED_STA
         return drawn;
     }
 
-    // Describes the tile of queries of the next head of the group, or the one in front of it.
+    // Describes the tile of queries of the next head of the group, or the next tile.
     static __device__ __forceinline__ void step(const TwAttn& a, State& s, TwQueries& to) {
         if (s.heads > 0) {
             s.heads--, s.head++;
         } else {
             to.num = 0;
 #pragma unroll 1
-            while (s.at == s.lowest) {
-                if (s.seg_index == s.seg.first) return;
-                const TwSeg& q = a.other[--s.seg_index];
+            while (s.tiles == 0) {
+                if (s.segs == 0) return;
+                s.segs--, s.seg_index += s.step;
+                const TwSeg& q = a.other[s.seg_index];
                 const int pos = (int)q.pos, first = max(s.lo - pos, 0), last = min(s.end - pos, (int)q.len);
-                if (first < last) s.lowest = (u32)first / Y * Y, s.at = ((u32)last + Y - 1) / Y * Y;
+                if (first >= last) continue;
+                const u32 low = (u32)first / Y, high = ((u32)last + Y - 1) / Y;
+                // One tile before the first one in this direction.
+                s.tiles = high - low, s.at = (s.step == 1 ? low - 1 : high) * Y;
             }
-            s.at -= Y;
+            s.tiles--, s.at += s.step * Y;
             s.heads = a.heads_q / a.heads_kv - 1, s.head = s.next.head * (s.heads + 1);
         }
         const TwSeg& q = a.other[s.seg_index];
         to.row = q.row + s.at, to.num = min(q.len - s.at, Y), to.head = s.head;
-        to.pos = (int)(q.pos + s.at), to.tile = X / Y * q.tile + s.at / Y, to.keys = q.first;
+        to.pos = (int)(q.pos + s.at), to.tile = X / Y * q.tile + s.at / Y, to.keys = s.step == 1 ? q.end - 1 : q.first;
     }
 
     // The own segment that tile `t` is of.
@@ -173,15 +191,29 @@ struct TwFused : TwGrad<false, TW_SUM1 | TW_SUM2, TW_HB_FUSED_M, TW_HB_FUSED_STA
         return lo;
     }
 
+    // Of the `i`-th tile of keys and heads that is drawn sets the head and the direction of its
+    // queries; returns the tile. Of heads that are done together those that descend come first.
+    static __device__ __forceinline__ u32 drawn(const TwAttn& a, const TwFusedOrder& order, u32 i, State& s) {
+        const u32 base = i / (order.together * a.tiles) * order.together;
+        i -= base * a.tiles;
+        const u32 width = min(order.together, a.heads_kv - base), downs = order.alternate * (width / 2);
+        const bool down = i < downs * a.tiles;
+        const u32 heads = down ? downs : width - downs;
+        if (!down) i -= downs * a.tiles;
+        const u32 t = i / heads, head = i - t * heads;
+        // Each one that descends, and the one behind it; of an odd number the last one is alone.
+        s.next.head = base + (downs == 0 ? head : down ? 2 * head : min(2 * head + 1, width - 1));
+        s.step = down ? 1 : ~0u;
+        return down ? a.tiles - 1 - t : t;
+    }
+
     // Draws a tile of keys and heads, and describes it and the first two tiles of queries that it
     // meets.
-    static __device__ __forceinline__ void begin(const TwAttn& a, const TwDqSums& to, u32 together, State& s) {
+    static __device__ __forceinline__ void begin(const TwAttn& a, const TwDqSums& to, const TwFusedOrder& order, State& s) {
         const u32 i = draw(to.words, a.tiles * a.heads_kv);
         s.next.more = i < a.tiles * a.heads_kv ? 1 : 0;
         if (s.next.more == 0) return;
-        const u32 group = i / (together * a.tiles), in = i - group * together * a.tiles;
-        const u32 width = min(together, a.heads_kv - group * together), t = in / width;
-        s.next.head = group * together + in - t * width;
+        const u32 t = drawn(a, order, i, s);
         s.own_index = own_of(a, t);
         // Word by word: registers are few.
         const u32* own = (const u32*)(a.own + s.own_index);
@@ -193,7 +225,8 @@ struct TwFused : TwGrad<false, TW_SUM1 | TW_SUM2, TW_HB_FUSED_M, TW_HB_FUSED_STA
         s.next.at = (int)(s.seg.pos + first) - (s.seg.shift == TW_ATTN_GAP ? 0 : s.seg.shift);
         s.next.meets = 0;
         s.lo = s.next.at - a.right, s.end = s.next.at + (int)s.next.num + a.left;
-        s.at = s.lowest = s.heads = 0, s.seg_index = s.seg.end;
+        s.tiles = s.heads = 0, s.segs = s.seg.end - s.seg.first;
+        s.seg_index = s.step == 1 ? s.seg.first - 1 : s.seg.end;
         s.ahead[0].num = 0;
 #pragma unroll 1
         for (u32 n = 0; n < 2; n++) {
@@ -206,7 +239,7 @@ struct TwFused : TwGrad<false, TW_SUM1 | TW_SUM2, TW_HB_FUSED_M, TW_HB_FUSED_STA
     // Lane 0 loads stage `at`, and keeps for the threads that add what it is.
     static __device__ __forceinline__ void load_queries(const TwGradMaps& maps, const TwQueries& q, u32 last, u32 at, State& s) {
         load_other(maps, {q.row, q.num, 0, q.pos, q.head}, q.head, last, at, s);
-        s.added[s.loaded++ % ADDED] = {q, s.own_index, s.own_tile};
+        s.added[s.loaded++ % ADDED] = {q, s.own_index, s.own_tile, s.step == 1 ? 1u : 0u};
     }
 
     // Waits for the slot, of which `slots` counts uses: in shared memory, since registers are few.
@@ -216,13 +249,13 @@ struct TwFused : TwGrad<false, TW_SUM1 | TW_SUM2, TW_HB_FUSED_M, TW_HB_FUSED_STA
         s.slots++;
     }
 
-    static __device__ __forceinline__ void load_tiles(const TwAttn& a, const TwDqSums& to, u32 together, const TwGradMaps& maps) {
+    static __device__ __forceinline__ void load_tiles(const TwAttn& a, const TwDqSums& to, const TwFusedOrder& order, const TwGradMaps& maps) {
         State& s = state();
         const bool first = threadIdx.x % 32 == 0;
         TwRing<STAGES> ys;
         if (first) s.loaded = s.slots = 0;
         for (;;) {
-            if (first) begin(a, to, together, s);
+            if (first) begin(a, to, order, s);
             __syncwarp();
             if (s.next.more == 0) break;
             if (first) wait_slot(s), load_own(maps, s.next, 0, s);
@@ -251,21 +284,22 @@ struct TwFused : TwGrad<false, TW_SUM1 | TW_SUM2, TW_HB_FUSED_M, TW_HB_FUSED_STA
 
     // ---- A thread that adds tiles of dq: every second one.
 
-    // How many tiles of keys are added to these queries in front of the block's own: in each
-    // segment those from the first one on that the queries meet.
+    // How many tiles of keys are added to these queries before the block's own: in each segment
+    // those that the queries meet, in its own segment those in front of it or, if keys descend,
+    // behind it.
     static __device__ __forceinline__ u32 turn_of(const TwAttn& a, const TwAdded& t) {
         u32 turn = 0;
 #pragma unroll 1
-        for (u32 k = t.q.keys; k <= t.own; k++) {
+        for (u32 k = t.q.keys;; k += t.down ? ~0u : 1) {
             const TwSeg& keys = a.own[k];
             // The first key's position on the side of queries.
             const int base = (int)keys.pos - keys.shift, len = (int)keys.len;
             const int from = t.q.pos - a.left - base, to = t.q.pos + (int)t.q.num + a.right - base;
-            const int first = max(from, 0) / (int)X;
-            const int end = k == t.own ? (int)t.own_tile : (max(min(to, len), 0) + (int)X - 1) / (int)X;
+            int first = max(from, 0) / (int)X, end = (max(min(to, len), 0) + (int)X - 1) / (int)X;
+            if (k == t.own) (t.down ? first : end) = (int)(t.own_tile + t.down);
             if (from < len && first < end) turn += (u32)(end - first);
+            if (k == t.own) return turn;
         }
-        return turn;
     }
 
     // Addresses are made anew behind each wait: registers are few.
@@ -468,7 +502,7 @@ struct TwFused : TwGrad<false, TW_SUM1 | TW_SUM2, TW_HB_FUSED_M, TW_HB_FUSED_STA
         mbarrier_arrive(s.dq_full), mbarrier_arrive(s.dq_full + 1);
     }
 
-    static __device__ __forceinline__ void run(const TwAttn& a, const TwDqSums& to, u32 together, const TwGradMaps& maps) {
+    static __device__ __forceinline__ void run(const TwAttn& a, const TwDqSums& to, const TwFusedOrder& order, const TwGradMaps& maps) {
         if (threadIdx.x == 0) {
             tensor_prefetch(maps.x1), tensor_prefetch(maps.x2), tensor_prefetch(maps.y1), tensor_prefetch(maps.y2);
             State& s = state();
@@ -485,7 +519,7 @@ struct TwFused : TwGrad<false, TW_SUM1 | TW_SUM2, TW_HB_FUSED_M, TW_HB_FUSED_STA
         if (threadIdx.x / 128 == 2) {
             setmaxnreg_dec<24>();
             const u32 warp = threadIdx.x / 32 - 8;
-            if (warp == 0) load_tiles(a, to, together, maps);
+            if (warp == 0) load_tiles(a, to, order, maps);
             else if (warp < 3 && threadIdx.x % 32 == 0) add_tiles(a, to, warp - 1);
             return;
         }

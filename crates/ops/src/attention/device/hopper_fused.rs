@@ -2,7 +2,7 @@
 
 use tilewire_core::{DType, Result};
 use tilewire_device::cuda::{CudaContext, CudaStream, Grid, Kernel, LaunchArgs, RawTensorMap};
-use tilewire_kernels::abi::{TwAttn, TwDqSums};
+use tilewire_kernels::abi::{TwAttn, TwDqSums, TwFusedOrder};
 use tilewire_kernels::attention::hopper::{THREADS, TILE_M};
 use tilewire_kernels::attention::hopper_fused::{
     FUSED_ROWS, HopperFused, SM90_ATTENTION_GRADS, SUMS_THREADS,
@@ -32,6 +32,17 @@ fn heads_together(tiles: u32, heads: u32, num_sms: u32) -> u32 {
         return 1;
     }
     (19 * num_sms / 10).div_ceil(tiles.max(1)).next_power_of_two().min(heads).max(1)
+}
+
+/// Returns the order in which tiles of keys are drawn, of `tiles` in each of a description's heads
+/// that are `together`. Under a causal mask without a window a tile of keys meets the more queries
+/// the earlier it is: every second head takes them from the last to the first, so that blocks which
+/// begin at once do not wait for each other (`hopper_fused.cuh`).
+fn order_of(d: &AttentionDesc, together: u32) -> TwFusedOrder {
+    let causal = d.mask.left.is_none() && d.mask.right.is_some();
+    // Two heads are a pair, also where one has tiles for all multiprocessors.
+    let together = if causal { together.next_multiple_of(2) } else { together };
+    TwFusedOrder { together, alternate: causal.into() }
 }
 
 /// The kernels of one description on one device.
@@ -101,9 +112,10 @@ impl Fused {
             let grid = Grid::new(blocks, THREADS).shared(self.variant.shared_bytes());
             let of = if unordered { 1 } else { keys.num_own.max(1) };
             let together = heads_together(keys.tiles / of, keys.heads_kv, self.num_sms);
-            let args = LaunchArgs::new().arg(keys).arg(&to).arg(&together);
+            let order = order_of(d, together);
+            let args = LaunchArgs::new().arg(keys).arg(&to).arg(&order);
             let args = maps.iter().fold(args, LaunchArgs::raw_map);
-            // SAFETY: `tw_hopper_attn_grads` takes (TwAttn, TwDqSums, u32, 6 x TwTensorMap); the
+            // SAFETY: `tw_hopper_attn_grads` takes (TwAttn, TwDqSums, TwFusedOrder, 6 x TwTensorMap); the
             // caller's contract for what they describe.
             unsafe { self.grads.launch(stream, grid, args)? }
         }
