@@ -43,14 +43,14 @@
 //   Both
 //     write their keys and read all. `ds_full` has an arrival of each of eight warps.
 //   a tile of dq, in two halves of D / 2 columns: warpgroup h makes half h.
-//     `dq_full`  of two, by turns, one completes when the eight warps have written their rows.
+//     `dq_full`  of three, by turns, one completes when the eight warps have written their rows.
 //     `dq_empty` completes when the bulk copies have read them: one arrival of the thread that
 //     adds.
 // A warp that writes ds of tile n + 2 has waited for `ds_full` of tile n + 1, where all warps have
 // arrived behind their products of tile n: nobody reads that buffer any more.
 //
-// Warps of warpgroup 2: one loads; of two that add, one has the even tiles and one the odd ones,
-// because a copy takes longer to be written than a tile takes to be made.
+// Warps of warpgroup 2: one loads; three add, each every third tile, because a copy takes longer to
+// be written than a tile takes to be made.
 //
 // Order of a multiplying warpgroup, for each tile of queries: s is issued, ds of the tile before
 // stored, and dk += ds q of that one issued; p is made beside dk. When dk is there, the stage of
@@ -72,6 +72,10 @@
 #endif
 #ifndef TW_HB_UNORDERED
 #define TW_HB_UNORDERED 0
+#endif
+// Threads that add, a warp each.
+#ifndef TW_HB_FUSED_ADDERS
+#define TW_HB_FUSED_ADDERS 3
 #endif
 
 // Where dq is summed.
@@ -123,13 +127,17 @@ struct TwFused : TwGrad<false, TW_SUM1 | TW_SUM2, TW_HB_FUSED_M, TW_HB_FUSED_STA
     static constexpr u32 Y = TW_HB_FUSED_M, STAGES = TW_HB_FUSED_STAGES;
     static constexpr u32 AT_DS = AT_Y + STAGES * STAGE, AT_DQ = AT_DS + 2 * TW_HB_FUSED_DS;
     static constexpr u32 TOTAL = AT_STATE + TW_HB_FUSED_STATE;
-    // Tiles whose numbers are kept: more than can be between the loader and the threads that add.
+    static constexpr u32 ADDERS = TW_HB_FUSED_ADDERS;
+    // Tiles whose numbers are kept. While the loader writes that of tile n + 1, tile n - 2 is
+    // multiplied at most, dq of n - 3 may wait in shared memory for a thread that still adds n - 3 -
+    // ADDERS.
     static constexpr u32 ADDED = 8;
+    static_assert(ADDERS <= 3 && ADDERS + STAGES + 2 <= ADDED, "warps beside the loader; numbers in use at once");
     static_assert(D1 == 128 && Y == 64 && X % Y == 0, "a half of dq has as many sums as g");
     static_assert(TOTAL <= 232448 && TW_ATTN_EXTRA == 0, "shared memory; extras need more registers");
 
     struct State : Shared {
-        u64 ds_full[2], dq_full[2], dq_empty;
+        u64 ds_full[2], dq_full[ADDERS], dq_empty;
         TwAdded added[ADDED];
         // Of the loader: the next two tiles of queries, the segment of keys and the tile in it, and
         // where it is: in which segment of queries and at which of its rows, how many segments and
@@ -276,13 +284,13 @@ struct TwFused : TwGrad<false, TW_SUM1 | TW_SUM2, TW_HB_FUSED_M, TW_HB_FUSED_STA
         }
         if (first) {
             wait_slot(s);
-            s.added[s.loaded % ADDED].q.num = s.added[(s.loaded + 1) % ADDED].q.num = 0;
+            for (u32 i = 0; i < ADDERS; i++) s.added[(s.loaded + i) % ADDED].q.num = 0;
             s.own[0].more = 0;
             mbarrier_arrive(s.x_full);
         }
     }
 
-    // ---- A thread that adds tiles of dq: every second one.
+    // ---- A thread that adds tiles of dq: one of ADDERS.
 
     // How many tiles of keys are added to these queries before the block's own: in each segment
     // those that the queries meet, in its own segment those in front of it or, if keys descend,
@@ -310,8 +318,8 @@ struct TwFused : TwGrad<false, TW_SUM1 | TW_SUM2, TW_HB_FUSED_M, TW_HB_FUSED_STA
 
     static __device__ __forceinline__ void add_tiles(const TwAttn& a, const TwDqSums& to, u32 begin) {
         State& s = state();
-        for (u32 n = begin;; n += 2) {
-            while (!mbarrier_try_wait_parity(s.dq_full + begin, n / 2 & 1)) {
+        for (u32 n = begin, parity = 0;; n += ADDERS, parity ^= 1) {
+            while (!mbarrier_try_wait_parity(s.dq_full + begin, parity)) {
             }
             if (s.added[n % ADDED].q.num == 0) return;
             const u32 turn = TW_HB_UNORDERED ? 1 : turn_of(a, s.added[n % ADDED]);
@@ -379,8 +387,8 @@ struct TwFused : TwGrad<false, TW_SUM1 | TW_SUM2, TW_HB_FUSED_M, TW_HB_FUSED_STA
     // Stores this warp's 16 queries of a half of dq. A row has 16 chunks of four columns; chunk 4 i
     // + l has what lane l of four has of columns 16 i to 16 i + 15: 2 l, 2 l + 1, 2 l + 8, 2 l + 9.
     // In odd rows chunks i and i ^ 4 change places, so that eight lanes write to all banks.
-    // `turn`: of two, that of the tile.
-    static __device__ __forceinline__ void store_dq(State& s, const Scores& dq, u32 group, u32 turn) {
+    // `turn`: of two, that of the tile; `adder`: the thread that adds it.
+    static __device__ __forceinline__ void store_dq(State& s, const Scores& dq, u32 group, u32 turn, u32 adder) {
         wait_dq(s, turn);
         float* half = half_of(group);
 #pragma unroll
@@ -396,7 +404,7 @@ struct TwFused : TwGrad<false, TW_SUM1 | TW_SUM2, TW_HB_FUSED_M, TW_HB_FUSED_STA
         }
         fence_proxy_async_shared_cta();
         __syncwarp();
-        if (threadIdx.x % 32 == 0) mbarrier_arrive(s.dq_full + turn);
+        if (threadIdx.x % 32 == 0) mbarrier_arrive(s.dq_full + adder);
     }
 
     // Hides keys from `num` on.
@@ -419,6 +427,7 @@ struct TwFused : TwGrad<false, TW_SUM1 | TW_SUM2, TW_HB_FUSED_M, TW_HB_FUSED_STA
         const float factor = a.scale * TW_LOG2E;
         TwRing<1> xs;
         TwRing<2> dss;
+        TwRing<ADDERS> adders;
         TwRing<STAGES> ys;
         const Rows none = {};
         const Extras extras = {};
@@ -463,8 +472,8 @@ struct TwFused : TwGrad<false, TW_SUM1 | TW_SUM2, TW_HB_FUSED_M, TW_HB_FUSED_STA
                 wgmma_wait_group<1>();
                 wgmma_hold(g);
                 if (any) {
-                    store_dq(s, g, group, dss.at);
-                    dss.advance();
+                    store_dq(s, g, group, dss.at, adders.at);
+                    dss.advance(), adders.advance();
                 }
                 issue_products<D2>(g, own + X1_BYTES, group, stage(at) + Y1_BYTES);
                 wgmma_wait_group<0>();
@@ -483,8 +492,8 @@ struct TwFused : TwGrad<false, TW_SUM1 | TW_SUM2, TW_HB_FUSED_M, TW_HB_FUSED_STA
                 wgmma_wait_group<0>();
                 wgmma_hold(sum1), wgmma_hold(of_g), wgmma_hold(g);
                 if (first) mbarrier_arrive(s.y_empty + before);
-                store_dq(s, g, group, dss.at);
-                dss.advance();
+                store_dq(s, g, group, dss.at, adders.at);
+                dss.advance(), adders.advance();
             }
             // Both warpgroups have read all keys, which the last `ds_full` does not say.
             bar_sync(1, 256);
@@ -495,11 +504,10 @@ struct TwFused : TwGrad<false, TW_SUM1 | TW_SUM2, TW_HB_FUSED_M, TW_HB_FUSED_STA
         }
         if (!first) return;
         bulk_wait_group<0>();
-        // Both threads that add have seen their last tile: else a barrier would be two phases
-        // ahead.
+        // All threads that add have seen their last tile: else a barrier would be two phases ahead.
         wait_dq(s, dss.at);
         // Now they find that there are no more.
-        mbarrier_arrive(s.dq_full), mbarrier_arrive(s.dq_full + 1);
+        for (u32 i = 0; i < ADDERS; i++) mbarrier_arrive(s.dq_full + i);
     }
 
     static __device__ __forceinline__ void run(const TwAttn& a, const TwDqSums& to, const TwFusedOrder& order, const TwGradMaps& maps) {
@@ -508,10 +516,8 @@ struct TwFused : TwGrad<false, TW_SUM1 | TW_SUM2, TW_HB_FUSED_M, TW_HB_FUSED_STA
             State& s = state();
             mbarrier_init(s.x_full, 1), mbarrier_init(s.x_empty, TW_HB_WARPS);
             for (u32 i = 0; i < STAGES; i++) mbarrier_init(s.y_full + i, 2), mbarrier_init(s.y_empty + i, TW_HB_WARPS);
-            for (u32 i = 0; i < 2; i++) {
-                mbarrier_init(s.ds_full + i, TW_HB_WARPS);
-                mbarrier_init(s.dq_full + i, TW_HB_WARPS);
-            }
+            for (u32 i = 0; i < 2; i++) mbarrier_init(s.ds_full + i, TW_HB_WARPS);
+            for (u32 i = 0; i < ADDERS; i++) mbarrier_init(s.dq_full + i, TW_HB_WARPS);
             mbarrier_init(&s.dq_empty, 1);
             fence_mbarrier_init_release_cluster();
         }
@@ -520,7 +526,7 @@ struct TwFused : TwGrad<false, TW_SUM1 | TW_SUM2, TW_HB_FUSED_M, TW_HB_FUSED_STA
             setmaxnreg_dec<24>();
             const u32 warp = threadIdx.x / 32 - 8;
             if (warp == 0) load_tiles(a, to, order, maps);
-            else if (warp < 3 && threadIdx.x % 32 == 0) add_tiles(a, to, warp - 1);
+            else if (warp <= ADDERS && threadIdx.x % 32 == 0) add_tiles(a, to, warp - 1);
             return;
         }
         setmaxnreg_inc<240>();
