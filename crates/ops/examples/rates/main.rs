@@ -2,9 +2,9 @@
 //! `attention`, `decode` or `shares`.
 //!
 //! Ways to one result take turns, the card at rest before each, and once more in the other order:
-//! the median of 20 launches in all, which follow each other. With `sustained` behind `gemm` or
-//! `attention` each way runs for a second and a half without a rest, of which the second half
-//! counts; what `nvidia-smi` says of clock and power in that half is beside it.
+//! the median of 20 launches in all, which follow each other. With `sustained` behind `gemm`,
+//! `attention` or `shares` each way runs for a second and a half without a rest, of which the
+//! second half counts; what `nvidia-smi` says of clock and power in that half is beside it.
 //!
 //! `cargo run --release -p tilewire-ops --example rates WHAT [SHAPE ...] [sustained]`
 
@@ -80,8 +80,9 @@ impl<'a> Turn<'a> {
 
 /// Returns whether each way is to run for long, as the command line says: of rows that show it.
 fn sustained() -> bool {
-    let shown = std::env::args().nth(1).is_some_and(|what| what == "gemm" || what == "attention");
-    shown && std::env::args().skip(2).any(|a| a == "sustained")
+    let shows = |what: &String| ["gemm", "attention", "shares"].contains(&what.as_str());
+    std::env::args().nth(1).is_some_and(|what| shows(&what))
+        && std::env::args().skip(2).any(|a| a == "sustained")
 }
 
 /// Half of the time that a sustained way runs, in microseconds, and the most launches that are

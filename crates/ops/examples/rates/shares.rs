@@ -4,10 +4,12 @@
 //! A rank has runs of queries, as its layout says, each of which sees all keys of its document up
 //! to its end: sequences of local attention with fewer queries than keys, which a launch has beside
 //! each other. Rates are by the pairs that the mask shows; `of` is their ratio to that of one
-//! document of 16384 rows in the same run.
+//! document of 16384 rows in the same run. What has fewer pairs is launched so often that it takes
+//! as long: after some 50 ms the card's power limits its clock, which would count for the longer
+//! one alone.
 //!
-//! `cargo run --release -p tilewire-ops --example rates shares [ROWS ...]`, for single documents of
-//! so many rows; without, packed ones, too.
+//! `cargo run --release -p tilewire-ops --example rates shares [ROWS ...] [sustained]`, for single
+//! documents of so many rows; without, packed ones, too.
 
 use tilewire_core::{BackendKind, DType, Error, Result, Shape};
 use tilewire_device::cuda::CudaContext;
@@ -91,21 +93,28 @@ impl Tensors {
     }
 }
 
-fn print(ctx: &CudaContext, what: &str, seq: usize, turns: Vec<Turn<'_>>) -> Result<()> {
+/// Prints rows of turns, each of so many launches.
+fn print(
+    ctx: &CudaContext,
+    (what, seq): (&str, usize),
+    turns: Vec<(Turn<'_>, usize)>,
+) -> Result<()> {
     let (name, mut of) = (ctx.name()?, None);
-    for t in turns {
-        let us = t.median();
+    for (t, launches) in turns {
+        let us = t.median() / launches as f64;
         let flops = 4.0 * DIM as f64 * HEADS.0 as f64;
         let by: f64 = t.explain.parse().map_err(|e| Error::internal(format!("pairs: {e}")))?;
         let tflops = flops * by / us / 1e6;
         let of = *of.get_or_insert(tflops);
         println!(
             "{{\"device\":\"{name}\",\"work\":\"{what}\",\"heads\":\"{}/{}\",\"dim\":{DIM},\
-             \"seq\":{seq},\"what\":\"{}\",\"us\":{us:.1},\"tflops\":{tflops:.1},\"of\":{:.3}}}",
+             \"seq\":{seq},\"what\":\"{}\",\"us\":{us:.1},\"launches\":{launches},\
+             \"tflops\":{tflops:.1},\"of\":{:.3}{}}}",
             HEADS.0,
             HEADS.1,
             t.by,
             tflops / of,
+            t.beside(),
         );
     }
     Ok(())
@@ -128,13 +137,17 @@ fn shares(
         Ok((name, Tensors::new(ctx, s, &d)?, d, plan))
     };
     let all = descs.into_iter().map(made).collect::<Result<Vec<_>>>()?;
-    let mut turns = Vec::new();
+    let most = all.iter().map(|(_, _, d, _)| pairs(d)).fold(0.0, f64::max);
+    let (mut turns, mut launches) = (Vec::new(), Vec::new());
     for (name, t, d, plan) in &all {
-        let launch = || plan.launch_fwd(s, &t.x, t.out.clone()).map(drop);
+        let num = (most / pairs(d)).round() as usize;
+        let launch =
+            move || (0..num).try_for_each(|_| plan.launch_fwd(s, &t.x, t.out.clone()).map(drop));
         turns.push(Turn::new(name, pairs(d).to_string(), Box::new(launch)));
+        launches.push(num);
     }
     take_turns(ctx, s, &mut turns)?;
-    print(ctx, "share of cp_attention", n, turns)
+    print(ctx, ("share of cp_attention", n), turns.into_iter().zip(launches).collect())
 }
 
 /// One rank: the kernel without gates, and the one with them, whose tiles are of 128 keys, in a
@@ -157,13 +170,15 @@ fn gates(ctx: &CudaContext, s: &Stream, n: usize) -> Result<()> {
         Turn::new("gated, no peers, tiles of 128 keys", pairs, Box::new(by_gated)),
     ];
     take_turns(ctx, s, &mut turns)?;
-    print(ctx, "gates", n, turns)
+    print(ctx, ("gates", n), turns.into_iter().map(|t| (t, 1)).collect())
 }
 
 pub fn main() -> Result<()> {
-    let asked = std::env::args().skip(2).map(|a| a.parse().map_err(|_| Error::invalid(a)));
-    let asked = asked.collect::<Result<Vec<usize>>>()?;
-    let documents = if asked.is_empty() { DOCUMENTS.to_vec() } else { asked };
+    let asked = std::env::args().skip(2).filter(|a| a != "sustained");
+    let asked: Vec<usize> =
+        asked.map(|a| a.parse().map_err(|_| Error::invalid(a))).collect::<Result<_>>()?;
+    let packed = asked.is_empty();
+    let documents = if packed { DOCUMENTS.to_vec() } else { asked };
     let ctx = CudaContext::new(0)?;
     let stream = Stream::on(&ctx)?;
     if let Some(bad) = documents.iter().find(|n| !n.is_multiple_of(256)) {
@@ -177,7 +192,7 @@ pub fn main() -> Result<()> {
     for n in documents {
         shares((&ctx, &stream), alone, ("", &[n], Layout::Zigzag))?;
     }
-    if std::env::args().len() > 2 {
+    if !packed {
         return Ok(());
     }
     let zigzag = Layout::ZigzagPerSequence;
