@@ -55,11 +55,7 @@ abi! {
     }
 
     /// Outputs of a launch, their bytes, and what a team that is over fills them with.
-    "comm/team.cuh" TwPoison {
-        out: [u64; 8],
-        len: [u64; 8],
-        byte: [u8; 8],
-    }
+    "comm/team.cuh" TwPoison { out: [u64; 8], len: [u64; 8], byte: [u8; 8], }
 
     /// Sums of parts that peers have pushed, in the order of the ranks.
     "collective/sm80_reduce.cu" TwReduce {

@@ -128,9 +128,9 @@ struct TwFused : TwGrad<false, TW_SUM1 | TW_SUM2, TW_HB_FUSED_M, TW_HB_FUSED_STA
     static constexpr u32 AT_DS = AT_Y + STAGES * STAGE, AT_DQ = AT_DS + 2 * TW_HB_FUSED_DS;
     static constexpr u32 TOTAL = AT_STATE + TW_HB_FUSED_STATE;
     static constexpr u32 ADDERS = TW_HB_FUSED_ADDERS;
-    // Tiles whose numbers are kept. While the loader writes that of tile n + 1, tile n - 2 is
-    // multiplied at most, dq of n - 3 may wait in shared memory for a thread that still adds n - 3 -
-    // ADDERS.
+    // Tiles whose numbers are kept. When the loader writes those of tile n, tile n - STAGES + 1 may
+    // be multiplied, whose store of dq waits for that of two tiles before it, and this one for a
+    // thread that still adds a tile ADDERS before it.
     static constexpr u32 ADDED = 8;
     static_assert(ADDERS <= 3 && ADDERS + STAGES + 2 <= ADDED, "warps beside the loader; numbers in use at once");
     static_assert(D1 == 128 && Y == 64 && X % Y == 0, "a half of dq has as many sums as g");

@@ -63,8 +63,8 @@ fn orders(lib: &'static Lib) {
     }
 }
 
-/// Two heads and three, of which one descends: two tiles of queries, four of keys, and the other way
-/// round.
+/// Two heads and three, of which one descends: few tiles of queries and four of keys, and the other
+/// way round.
 fn down(lib: &'static Lib) {
     for (blocks, heads) in [(3, 2), (2, 3)] {
         let c = Case { heads: (heads, heads), ..of(130, 400) };

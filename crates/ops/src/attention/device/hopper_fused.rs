@@ -115,8 +115,8 @@ impl Fused {
             let order = order_of(d, together);
             let args = LaunchArgs::new().arg(keys).arg(&to).arg(&order);
             let args = maps.iter().fold(args, LaunchArgs::raw_map);
-            // SAFETY: `tw_hopper_attn_grads` takes (TwAttn, TwDqSums, TwFusedOrder, 6 x TwTensorMap); the
-            // caller's contract for what they describe.
+            // SAFETY: `tw_hopper_attn_grads` takes (TwAttn, TwDqSums, TwFusedOrder, 6 x
+            // TwTensorMap); the caller's contract for what they describe.
             unsafe { self.grads.launch(stream, grid, args)? }
         }
         if queries.tiles == 0 {
