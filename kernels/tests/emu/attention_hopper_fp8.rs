@@ -293,6 +293,15 @@ fn far_scores(lib: &'static Lib) {
     check_on(lib, &Case { heads: (4, 2), ..c }.window(2, 0), one_block(2), 2);
 }
 
+/// A warp whose rows 8 to 15 see nothing of the first tile of keys, and one whose rows all do, three
+/// keys each: in some of the heads products of one half are all below zero, those of the other not.
+fn halves(lib: &'static Lib) {
+    for skv in [138, 130] {
+        let c = Case { heads: (32, 32), scale: 40.0, out: Type::F32, ..scores(16, skv) };
+        check_on(lib, &c.window(2, 0), one_block(1), 1);
+    }
+}
+
 /// Rows behind the last sequence, of queries and of keys.
 fn gaps(lib: &'static Lib) {
     let c =
@@ -306,11 +315,8 @@ fn no_keys(lib: &'static Lib) {
 
 /// What fails with a mutant must pass without.
 fn fp8_attention_scenarios() {
-    for f in
-        [beginnings, long_rows, short_rows, two_tiles, masks, packed, far_scores, no_keys, gaps]
-    {
-        f(*LIB);
-    }
+    let all = [beginnings, long_rows, short_rows, two_tiles, masks, packed, far_scores, halves];
+    all.iter().chain(&[no_keys, gaps]).for_each(|f| f(*LIB));
 }
 
 fn killed(of: (&str, &str), scenarios: &[Scenario]) {
@@ -331,7 +337,7 @@ fn fp8_attention_attend_mutants() {
 fn fp8_attention_softmax_mutants() {
     killed(
         ("attention/sm90_attention_fp8", "softmax"),
-        scenarios![long_rows, short_rows, masks, packed, far_scores, gaps],
+        scenarios![long_rows, short_rows, masks, packed, far_scores, halves, gaps],
     );
 }
 

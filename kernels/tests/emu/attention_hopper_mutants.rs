@@ -74,6 +74,15 @@ fn packed(lib: &'static Lib) {
     run(&Case { sink: true, out: Type::F16, ..c }.causal(), 2);
 }
 
+/// A warp whose rows 8 to 15 see nothing of the first tile of keys, and one whose rows all do, three
+/// keys each: in some of the heads products of one half are all below zero, those of the other not.
+fn halves(lib: &'static Lib) {
+    for skv in [10, 2] {
+        let c = Case { heads: (32, 32), scale: 40.0, ..case(16, D64.keys() + skv) };
+        check_on(lib, &c.window(2, 0), &D64, one_block(1), 1);
+    }
+}
+
 /// A row of NaN, in a block that computes others behind it.
 fn nan(lib: &'static Lib) {
     let c = Case { nan: Some(326), out: Type::Bf16, heads: (1, 1), ..case(400, 200) };
@@ -122,8 +131,8 @@ fn of_parts(lib: &'static Lib) {
 fn hopper_attention_scenarios() {
     let lib = base(SM90_ATTENTION.emu_text());
     let all = [
-        beginnings, long_rows, short_rows, two_tiles, masks, packed, nan, orders, wide_heads,
-        wide_rows,
+        beginnings, long_rows, short_rows, two_tiles, masks, packed, halves, nan, orders,
+        wide_heads, wide_rows,
     ];
     for f in all {
         f(lib);
@@ -166,7 +175,7 @@ fn hopper_attention_attend_mutants() {
 fn hopper_attention_softmax_mutants() {
     killed(
         ("attention/sm90_attention", "softmax"),
-        scenarios![long_rows, short_rows, masks, packed, nan],
+        scenarios![long_rows, short_rows, masks, packed, halves, nan],
     );
 }
 
