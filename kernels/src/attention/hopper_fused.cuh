@@ -23,7 +23,7 @@
 //     its turn everywhere. (Head after head it would not: at the second head it had to wait for its
 //     neighbour's longer way.) But blocks that begin at the same moment wait for each other, and
 //     each for the slowest one in front of it until all have ended.
-//   - Therefore (`alternate`) tiles of keys descend in every second head, and its queries are
+//   - Therefore, with `alternate`, tiles of keys descend in every second head, and its queries are
 //     visited from the first to the last. Blocks that begin at the same moment do so at queries of
 //     their own, and the neighbour with later keys is a tile of keys ahead all the way. They end
 //     one after the other, those with the last keys first. So the blocks of the head behind, which
@@ -117,8 +117,9 @@ struct TwAdded {
     u32 own, own_tile, down;
 };
 
-// In which order tiles are drawn: so many key heads are done before others, an even number unless
-// it is all of them. `alternate`: 1 if of each two heads the first one's keys descend.
+// In which order tiles are drawn: so many key heads are done before others. `alternate`: 1 if of
+// each two heads the first one's keys descend; `together` is even then, or all heads, so that the
+// direction of a head, and the bits of dq, do not depend on it.
 struct TwFusedOrder {
     u32 together, alternate;
 };

@@ -293,8 +293,9 @@ fn far_scores(lib: &'static Lib) {
     check_on(lib, &Case { heads: (4, 2), ..c }.window(2, 0), one_block(2), 2);
 }
 
-/// A warp whose rows 8 to 15 see nothing of the first tile of keys, and one whose rows all do, three
-/// keys each: in some of the heads products of one half are all below zero, those of the other not.
+/// A warp whose rows 8 to 15 see nothing of the first tile of keys, and one whose rows all do,
+/// three keys each: in some of the heads products of one half are all below zero, those of the
+/// other not.
 fn halves(lib: &'static Lib) {
     for skv in [138, 130] {
         let c = Case { heads: (32, 32), scale: 40.0, out: Type::F32, ..scores(16, skv) };

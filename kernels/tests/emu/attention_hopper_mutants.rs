@@ -74,8 +74,9 @@ fn packed(lib: &'static Lib) {
     run(&Case { sink: true, out: Type::F16, ..c }.causal(), 2);
 }
 
-/// A warp whose rows 8 to 15 see nothing of the first tile of keys, and one whose rows all do, three
-/// keys each: in some of the heads products of one half are all below zero, those of the other not.
+/// A warp whose rows 8 to 15 see nothing of the first tile of keys, and one whose rows all do,
+/// three keys each: in some of the heads products of one half are all below zero, those of the
+/// other not.
 fn halves(lib: &'static Lib) {
     for skv in [10, 2] {
         let c = Case { heads: (32, 32), scale: 40.0, ..case(16, D64.keys() + skv) };

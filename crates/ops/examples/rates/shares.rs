@@ -5,8 +5,8 @@
 //! to its end: sequences of local attention with fewer queries than keys, which a launch has beside
 //! each other. Rates are by the pairs that the mask shows; `of` is their ratio to that of one
 //! document of 16384 rows in the same run. What has fewer pairs is launched so often that it takes
-//! as long: after some 50 ms the card's power limits its clock, which would count for the longer
-//! one alone.
+//! about as long: after some 50 ms the card's power limits its clock, which would count for the
+//! longer one alone.
 //!
 //! `cargo run --release -p tilewire-ops --example rates shares [ROWS ...] [sustained]`, for single
 //! documents of so many rows; without, packed ones, too.

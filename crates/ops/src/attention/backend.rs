@@ -37,7 +37,7 @@ pub enum AttnBackend {
 pub(crate) enum Fusion {
     /// Two, of seven products.
     None,
-    /// One, of five; dq is added in the order of keys.
+    /// One, of five; dq is added in a fixed order.
     Ordered,
     /// One; dq is added in any order.
     Unordered,
