@@ -272,9 +272,10 @@ class Runner:
 
     def compare(self):
         """A line that says how far our links are from limits.cu."""
-        if self.links is not None and self.limits is None:
+        if self.links is None:
+            return
+        if self.limits is None:
             print("links: limits.cu did not run beside them, and nothing is compared", flush=True)
-        if self.limits is None or self.links is None:
             return
         state, summary = by_ratios(against_limits(self.limits, self.links))
         self.note(
