@@ -66,6 +66,8 @@ files![
     "hopper/sm90_gemm.cu",
     "hopper/sm90_grouped_gemm.cu",
     "hopper/sm90_sum_parts.cu",
+    "hopper/stages.cuh",
+    "hopper/sums.cuh",
     "hopper/tile.cuh",
     "layers/classes.cuh",
     "layers/embed.cuh",

@@ -1,5 +1,5 @@
-// Where boxes of 64 columns are loaded from and stored to: matrices behind tensor maps, by column
-// and row.
+// Where boxes are loaded from and stored to, matrices behind tensor maps, by column and row: of 64
+// columns of 16 bits, or 16 rows x 32 columns of f32.
 
 #pragma once
 
@@ -41,5 +41,21 @@ struct TwRagged {
     }
     __device__ __forceinline__ void store(const void* from, u32 x, u32 y, u32) const {
         tensor_store_4d(map, from, (int)x, row(y), (int)end, LIMIT);
+    }
+};
+
+// Boxes of 16 rows x 32 columns of f32. The map has rank 4: columns; rows 0 and 4 of four each; these
+// four; eights of rows. So row 8 a + 4 b + c of a box is row 8 a + 2 c + b in shared memory, and the
+// swizzle of 128 bytes puts what a half of a warp reads at once, 32 bytes of each of four rows, into
+// banks of their own. Rows of a matrix are a multiple of 16, and it begins at one of `eights`.
+struct TwSumRows {
+    const TwTensorMap* map;
+    u32 eights;
+
+    __device__ __forceinline__ void load(void* to, u64* bar, u32 x, u32 y) const {
+        tensor_load_4d(to, map, bar, (int)x, 0, 0, (int)(eights + y / 8));
+    }
+    __device__ __forceinline__ void store(const void* from, u32 x, u32 y) const {
+        tensor_store_4d(map, from, (int)x, 0, 0, (int)(eights + y / 8));
     }
 };

@@ -7,8 +7,9 @@
 // Stages of shared memory go round between the loader and the multipliers:
 //   full[s]   completes when the bytes of A and B are there: one arrival, by the loader, which
 //             announces them. Half of the shared operand comes from the other block.
-// empty[s]  completes when both multipliers of both blocks are through with stage s: four arrivals.
-//             The loader waits for it, since what it multicasts also overwrites the peer's stage.
+// empty[s]  completes when both multipliers of both blocks are through with stage s: four arrivals
+//             (sums.cuh: of four each). The loader waits for it, since what it multicasts also
+//             overwrites the peer's stage.
 // Tiles are handed out one at a time by a counter in device memory, if there is one: clusters that
 // take fixed strides drift apart, and no longer meet in L2. A thread of the cluster's first block,
 // one tile ahead, takes the next number and puts it into both blocks:
@@ -36,34 +37,9 @@
 #include "../ptx/wgmma.cuh"
 #include "epilogue.cuh"
 #include "order.cuh"
+#include "stages.cuh"
+#include "sums.cuh"
 #include "tile.cuh"
-
-// The stages, and which of them comes next.
-struct TwStages {
-    u64 *full, *empty;
-    u32 stage, parity;
-
-    __device__ __forceinline__ TwStages()
-        : full((u64*)(tw_smem + TW_HG_AT_BARRIERS)), empty(full + TW_HG_STAGES), stage(0), parity(0) {}
-
-    __device__ __forceinline__ u8* a() const {
-        return tw_smem + stage * TW_HG_A_BYTES;
-    }
-    __device__ __forceinline__ u8* b() const {
-        return tw_smem + TW_HG_AT_B + stage * TW_HG_B_BYTES;
-    }
-    __device__ __forceinline__ void advance() {
-        if (++stage == TW_HG_STAGES) stage = 0, parity ^= 1;
-    }
-    __device__ __forceinline__ void wait_full() const {
-        while (!mbarrier_try_wait_parity(full + stage, parity)) {
-        }
-    }
-    __device__ __forceinline__ void wait_empty() const {
-        while (!mbarrier_try_wait_parity(empty + stage, parity ^ 1)) {
-        }
-    }
-};
 
 // The numbers of the tiles that a thread computes: those of its cluster, one behind the other.
 struct TwTickets {
@@ -113,7 +89,7 @@ __device__ __forceinline__ void tw_deal_tiles(u32* counter, u32 num) {
 __device__ __forceinline__ void tw_begin() {
     if (threadIdx.x == 0) {
         const TwStages s;
-        for (u32 i = 0; i < TW_HG_STAGES; i++) mbarrier_init(s.full + i, 1), mbarrier_init(s.empty + i, 4);
+        for (u32 i = 0; i < TW_HG_STAGES; i++) mbarrier_init(s.full + i, 1), mbarrier_init(s.empty + i, 4 * TW_HG_RELEASES);
         const TwTickets tickets(true);
         mbarrier_init(tickets.full, 1), mbarrier_init(tickets.empty, 18);
         fence_mbarrier_init_release_cluster();
@@ -151,9 +127,7 @@ __device__ __forceinline__ void tw_prefetch(const void* p, i64 ld, u32 row, u32 
 }
 
 // Brings the pre-activations that the epilogue of a tile reads to L2, under the tile's last
-// products: else the multipliers would wait for memory. Not what it adds to: of short sums the
-// loader has no time for that, and gradients of groups of 256 and 1024 rows are 22 and 10 % faster
-// without.
+// products: else the multipliers would wait for memory. What it adds to comes by tensor map.
 template <class Tiles> __device__ __forceinline__ void tw_prefetch_epilogue(const Tiles& tiles) {
     const TwHopper& g = tiles.product();
     const u32 row = tiles.row(), col = tiles.col();
@@ -182,6 +156,7 @@ template <class Tiles> __device__ __forceinline__ void tw_load_tiles(Tiles& tile
             TwPieces<TW_HG_B_MN, TW_HG_N>::load(s.b(), tiles.b(), full, tiles.col(), k, jump, !tiles.shares_a());
             s.advance();
         }
+        if (Tiles::MAY_ADD && tiles.adds_by_map()) tiles.acquire_d(), tw_load_sums(tiles.sums(), s, tiles.product().m, tiles.row(), tiles.col());
     }
     for (u32 i = 0; i < TW_HG_STAGES; i++) {
         s.wait_empty();
@@ -190,8 +165,8 @@ template <class Tiles> __device__ __forceinline__ void tw_load_tiles(Tiles& tile
 }
 
 // acc = the product of 64 rows of A and the tile's columns over `steps` stages: one warpgroup. `t`
-// becomes the number of the next tile, under the last products of this one.
-__device__ __forceinline__ void tw_multiply_tile(float (&acc)[TW_HG_N / 2], TwStages& s, TwTickets& tickets, u32& t, u32 steps, u32 half) {
+// becomes the number of the next tile, under the last products of this one; `owed` is as in sums.cuh.
+__device__ __forceinline__ void tw_multiply_tile(float (&acc)[TW_HG_N / 2], TwStages& s, TwTickets& tickets, u32& t, u32 steps, u32 half, u32& owed) {
     const u32 thread = threadIdx.x % 128;
     for (u32 i = 0; i < steps; i++) {
         s.wait_full();
@@ -205,8 +180,10 @@ __device__ __forceinline__ void tw_multiply_tile(float (&acc)[TW_HG_N / 2], TwSt
             wgmma_m64k16_f32<TW_HG_N, TW_HG_F16, TW_HG_A_MN, TW_HG_B_MN>(acc, da + z * (TW_HG_A_MN ? 128 : 2), db + z * (TW_HG_B_MN ? 128 : 2), i + z > 0);
         wgmma_commit_group();
         if (i + 1 == steps) t = tickets.next<true>(t);
+        if (TW_HG_ADDS && i == 0) tw_release_owed(s, owed);
         wgmma_wait_group<0>();
-        if (thread < 2) mbarrier_arrive_relaxed_cluster(s.empty + s.stage, thread);
+        if (TW_HG_RELEASES == 1 && thread < 2) mbarrier_arrive_relaxed_cluster(s.empty + s.stage, thread);
+        if (TW_HG_RELEASES > 1 && thread < 2) mbarrier_arrive_relaxed_cluster(s.empty + s.stage, thread, TW_HG_RELEASES);
         s.advance();
     }
     wgmma_hold(acc);
@@ -227,7 +204,7 @@ template <class Tiles> __device__ __forceinline__ void tw_hopper_product(const T
     TwStages s;
     TwTickets tickets(counted);
     const u32 group = warpgroup_index();
-    u32 buffer = 0;
+    u32 buffer = 0, owed = TW_HG_STAGES;
     for (u32 t = clusterid_x(); t < tiles.num();) {
         tiles.go(t, rank);
         float acc[TW_HG_N / 2];
@@ -236,13 +213,15 @@ template <class Tiles> __device__ __forceinline__ void tw_hopper_product(const T
 #pragma unroll
             for (u32 i = 0; i < TW_HG_N / 2; i++) acc[i] = 0.0f;
         } else {
-            tw_multiply_tile(acc, s, tickets, t, tiles.steps(), group);
+            tw_multiply_tile(acc, s, tickets, t, tiles.steps(), group, owed);
         }
         if (Tiles::MAY_BE_EMPTY && tiles.keeps()) continue;
         const TwHopper& g = tiles.product();
         const u32 row = tiles.row() + 16 * warp;
-        if (TW_HG_OUT == 2) tw_store_32(acc, g, (float*)g.d + tiles.part() * (u64)g.m * g.n, row, tiles.col());
+        if (Tiles::MAY_ADD && tiles.adds_by_map()) tiles.acquire_d(), tw_add_sums(acc, tiles.sums(), s, g.m, row, tiles.col(), owed);
+        else if (TW_HG_OUT == 2) tw_store_32(acc, g, (float*)g.d + tiles.part() * (u64)g.m * g.n, row, tiles.col());
         else tiles.acquire_d(), tw_store_16(acc, g, tiles.d(), row, tiles.col(), buffer);
     }
-    if (TW_HG_OUT != 2 && threadIdx.x % 32 == 0) bulk_wait_group<0>();
+    if (TW_HG_ADDS) tw_release_owed(s, owed);
+    if ((TW_HG_OUT != 2 || Tiles::MAY_ADD) && threadIdx.x % 32 == 0) bulk_wait_group<0>();
 }

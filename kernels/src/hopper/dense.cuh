@@ -15,7 +15,7 @@ struct TwDense {
     TwSpot spot;
     u32 of;
 
-    enum : bool { MAY_BE_EMPTY = false };
+    enum : bool { MAY_BE_EMPTY = false, MAY_ADD = TW_HG_ADDS };
 
     __device__ __forceinline__ TwDense(const TwHopper& g, const TwTensorMap* a, const TwTensorMap* b, const TwTensorMap* d)
         : g(g), map_a(a), map_b(b), map_d(d), order((g.m + TW_HG_M - 1) / TW_HG_M, (cols() + TW_HG_WIDTH - 1) / TW_HG_WIDTH), spot(), of(0) {}
@@ -69,6 +69,13 @@ struct TwDense {
         return {map_b, 0};
     }
     __device__ __forceinline__ TwPlane d() const {
+        return {map_d, 0};
+    }
+    // True if D is added to by its map, which has rows as in boxes.cuh.
+    __device__ __forceinline__ bool adds_by_map() const {
+        return (g.flags & TW_ACCUMULATE) && (g.flags & TW_D_HAS_MAP);
+    }
+    __device__ __forceinline__ TwSumRows sums() const {
         return {map_d, 0};
     }
     // What the epilogue works by.

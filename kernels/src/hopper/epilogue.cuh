@@ -17,7 +17,8 @@
 
 enum : u32 { TW_PLAIN = 0, TW_LINEAR = 1, TW_HG_RELU = 2, TW_HG_GELU = 3, TW_HG_SWIGLU = 4, TW_HG_DGELU = 5, TW_HG_DSWIGLU = 6 };
 
-// A product. The tensor maps beside it have the addresses of A, B, and of a D of 16 bits. `flags`:
+// A product. The tensor maps beside it have the addresses of A, B, and of a D of 16 bits, or one of
+// f32 that is added to with TW_D_HAS_MAP. `flags`:
 // those of gemm/activation.cuh for what is added; types and function are the unit's.
 struct TwHopper {
     void* d;
@@ -34,6 +35,10 @@ struct TwHopper {
 // Columns of D, or of each of its halves, that a tile has; and whether k may be cut into parts.
 enum : u32 { TW_HG_WIDTH = TW_HG_EPI == TW_HG_SWIGLU ? TW_HG_N / 2 : TW_HG_N };
 enum : bool { TW_HG_IN_PARTS = TW_HG_EPI == TW_PLAIN && TW_HG_OUT == 2 };
+// Whether tiles may be added to an f32 D behind a tensor map (sums.cuh), and the flag that says so of
+// a launch without bias: beside those of gemm/activation.cuh and grouped_gemm/splits.cuh.
+enum : bool { TW_HG_ADDS = TW_HG_EPI == TW_LINEAR && TW_HG_OUT == 2 };
+enum : u32 { TW_D_HAS_MAP = 4096 };
 static_assert(TW_HG_EPI == TW_PLAIN || TW_HG_WIDTH % 64 == 0, "no column is finished twice");
 
 // A pair of neighbours of D's type, as it lies in memory, and as numbers.

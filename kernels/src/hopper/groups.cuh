@@ -57,7 +57,7 @@ struct TwGroups {
     i64 last;                      // the split of this group
     const TwTensorMap* known;      // the map of a group that this thread has acquired
 
-    enum : bool { BY_ROWS = !TW_HG_A_MN, MAY_BE_EMPTY = !BY_ROWS };
+    enum : bool { BY_ROWS = !TW_HG_A_MN, MAY_BE_EMPTY = !BY_ROWS, MAY_ADD = TW_HG_ADDS && !BY_ROWS };
 
     __device__ __forceinline__ TwGroups(const TwHopperGrouped& p, const TwTensorMap* a, const TwTensorMap* b, const TwTensorMap* d)
         : p(p), map_a(a), map_b(b), map_d(d), splits{p.splits, p.groups, p.g.flags}, order(0, 0), spot(), next(0), group(0), first(0), rows(0),
@@ -162,6 +162,14 @@ struct TwGroups {
     }
     __device__ __forceinline__ bool adds() const {
         return !BY_ROWS && p.accumulate != nullptr && p.accumulate[group] != 0;
+    }
+    // True if the gradient is added to by its map, which has rows as in boxes.cuh.
+    __device__ __forceinline__ bool adds_by_map() const {
+        return rows > 0 && adds() && (p.g.flags & TW_D_HAS_MAP);
+    }
+    __device__ __forceinline__ TwSumRows sums() const {
+        if (p.maps != nullptr) return {p.maps + group, 0};
+        return {map_d, group * (p.g.m / 8)};
     }
     // Adding zeros would turn -0 into 0.
     __device__ __forceinline__ bool keeps() const {

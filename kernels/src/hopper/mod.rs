@@ -28,6 +28,24 @@ pub const CLUSTER: u32 = 2;
 pub const STORE_ROWS: usize = 16;
 /// Columns of a box, whose 128 bytes are what the swizzle permutes.
 pub const BOX_COLS: usize = 64;
+/// The box by which f32 results are added to, outermost first: twice eight rows, as four pairs of
+/// rows that are four apart, of 32 columns (`hopper/boxes.cuh`).
+pub const SUM_BOX: [usize; 4] = [2, 4, 2, 32];
+/// The flag of a launch whose map of D is one for such boxes.
+pub const D_HAS_MAP: u32 = 4096;
+
+/// The tensor that [`SUM_BOX`] is a box of, `rows` x `cols` f32 whose rows begin `ld` elements after
+/// each other: sizes, and elements from index to index of all dimensions but the last.
+pub fn sum_rows([rows, cols]: [usize; 2], ld: usize) -> ([usize; 4], [usize; 3]) {
+    ([rows / 8, 4, 2, cols], [8 * ld, ld, 4 * ld])
+}
+
+/// Returns whether `rows` x `cols` f32 at `addr` may be added to by such boxes: none is cut between
+/// rows, and rows begin and end at multiples of 16 bytes.
+pub fn fits_sum_rows(addr: u64, [rows, cols]: [usize; 2], ld: usize) -> bool {
+    let whole = [cols, ld].iter().all(|n| n.is_multiple_of(4));
+    whole && rows > 0 && rows.is_multiple_of(16) && addr.is_multiple_of(16)
+}
 
 /// The function of an epilogue, as `hopper/epilogue.cuh` numbers it.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]

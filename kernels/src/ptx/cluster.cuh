@@ -52,6 +52,18 @@ __device__ __forceinline__ void mbarrier_arrive_relaxed_cluster(u64* bar, u32 ra
         : "memory");
 }
 
+// The same for `count` arrivals.
+__device__ __forceinline__ void mbarrier_arrive_relaxed_cluster(u64* bar, u32 rank, u32 count) {
+    asm volatile(
+        "{\n"
+        ".reg .b32 r;\n"
+        "mapa.shared::cluster.u32 r, %0, %1;\n"
+        "mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [r], %2;\n"
+        "}" ::"r"((u32)__cvta_generic_to_shared(bar)),
+        "r"(rank), "r"(count)
+        : "memory");
+}
+
 // Stores `value` to the word of block `rank` that lies where `word` does here, and arrives at its
 // barrier `bar`, which publishes the word: it is read behind mbarrier_try_wait_parity_cluster.
 __device__ __forceinline__ void st_arrive_release_cluster(u32* word, u64* bar, u32 rank, u32 value) {

@@ -30,6 +30,10 @@ __device__ __forceinline__ void mbarrier_arrive_relaxed_cluster(u64* bar, u32 ra
     emu_peer_arrive(bar, rank);
 }
 
+__device__ __forceinline__ void mbarrier_arrive_relaxed_cluster(u64* bar, u32 rank, u32 count) {
+    for (u32 i = 0; i < count; i++) emu_peer_arrive(bar, rank);
+}
+
 __device__ __forceinline__ void st_arrive_release_cluster(u32* word, u64* bar, u32 rank, u32 value) {
     emu_peer_store(word, rank, value);
     emu_peer_arrive(bar, rank);

@@ -6,8 +6,8 @@ use std::sync::{LazyLock, Mutex};
 use tilewire_kernels::Source;
 use tilewire_kernels::abi::{TwGemm, TwHopper, TwTensorMap};
 use tilewire_kernels::hopper::{
-    BOX_COLS, CLUSTER, Epilogue, HOPPER_GEMM, HOPPER_SUM_PARTS, Order, STORE_ROWS, SUM_THREADS,
-    THREADS, TILE_K, Variant,
+    BOX_COLS, CLUSTER, D_HAS_MAP, Epilogue, HOPPER_GEMM, HOPPER_SUM_PARTS, Order, STORE_ROWS,
+    SUM_BOX, SUM_THREADS, THREADS, TILE_K, Variant, fits_sum_rows, sum_rows,
 };
 
 use crate::compile::Unit;
@@ -22,6 +22,7 @@ pub const TESTS: &[Test] = tests![
     hopper_products_of_one_step,
     hopper_widths_and_types,
     hopper_epilogues,
+    hopper_sums_by_map,
     hopper_bits_do_not_depend_on_the_launch,
     hopper_sums_in_parts,
 ];
@@ -56,6 +57,17 @@ fn map_of(size: u64, addr: u64, (dims, strides): (&[usize], &[i64]), rows: usize
     words[11] = (2 * BOX_COLS as u64 / size) | (rows as u64) << 16 | 1 << 32 | 1 << 48;
     words[12] = 1 | (dims.len() as u64) << 16 | size << 24 | u64::from(SWIZZLE) << 40;
     TwTensorMap { words }
+}
+
+/// The map of `rows` x `cols` f32 that are added to.
+pub fn map_of_sums(addr: u64, [rows, cols]: [usize; 2], ld: usize) -> TwTensorMap {
+    let (dims, strides) = sum_rows([rows, cols], ld);
+    let mut dims = dims;
+    dims.reverse();
+    let strides: Vec<i64> = strides.iter().rev().map(|s| 4 * *s as i64).collect();
+    let mut map = map_of(4, addr, (&dims, &strides), 1);
+    map.words[11] = SUM_BOX.iter().fold(0, |words, n| words << 16 | *n as u64);
+    map
 }
 
 /// [`map`] of bytes, in boxes of 128 columns.
@@ -138,13 +150,17 @@ pub fn check_on(lib: &'static Lib, c: &Case, v: &Variant, blocks: u32, seed: u64
     c.check_by(if v.f16 { Type::F16 } else { Type::Bf16 }, seed, |p: &TwGemm, counter| {
         let (m, n) = (c.m, c.n);
         let [a, b] = operands(c, v, p);
+        let by_map =
+            c.accumulate && v.out_f32 && !c.bias && fits_sum_rows(p.d, [m, n], p.ldd as usize);
         let d = match v.epilogue {
             Epilogue::SwiGlu => map(p.d, [n / 2, m, 1], whole(p.ldd, m), STORE_ROWS),
             Epilogue::DSwiGlu => map(p.d, [n, m, 2], [2 * p.ldd, 2 * n as i64], STORE_ROWS),
+            _ if by_map => map_of_sums(p.d, [m, n], p.ldd as usize),
             _ => map(p.d, [n, m, 1], whole(p.ldd, m), STORE_ROWS),
         };
         let counter = if seed % 2 == 1 { counter } else { 0 };
         let g = product(p, counter, [1, c.k.div_ceil(TILE_K)]);
+        let g = TwHopper { flags: g.flags | if by_map { D_HAS_MAP } else { 0 }, ..g };
         launch.arg(&g).arg(&a).arg(&b).arg(&d)
     })
 }
@@ -288,6 +304,18 @@ fn hopper_epilogues() {
             2,
         );
     }
+}
+
+/// f32 results that are added to, whose rows fill boxes: every order, edges, several tiles of a
+/// block, one step and many; columns and rows of D that are not the product's stay.
+fn hopper_sums_by_map() {
+    let c = |layout, m, n, k| Case { accumulate: true, ..case(layout, m, n, k) };
+    for (i, layout) in [Nt, Nn, Tn].into_iter().enumerate() {
+        check(&c(layout, 144, 264, 72), false, 256, 2, i as u64);
+        check(&Case { pad: 8, ..c(layout, 400, 520, 328) }, false, 256, 2 + 2 * (i as u32), 1);
+    }
+    check(&Case { exact: true, ..c(Tn, 16, 40, 200) }, true, 256, 2, 2);
+    check(&Case { exact: true, ..c(Tn, 272, 1032, 64) }, false, 256, 2, 3);
 }
 
 /// Tile, order and number of blocks change no bit.

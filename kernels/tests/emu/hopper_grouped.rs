@@ -5,13 +5,14 @@ use std::sync::{LazyLock, Mutex};
 
 use tilewire_kernels::abi::{TwGrouped, TwHopper, TwHopperGrouped, TwTensorMap};
 use tilewire_kernels::hopper::{
-    CLUSTER, Epilogue, HOPPER_GROUPED_GEMM, Order, STORE_ROWS, THREADS, TILE_K, Variant,
+    CLUSTER, D_HAS_MAP, Epilogue, HOPPER_GROUPED_GEMM, Order, STORE_ROWS, THREADS, TILE_K, Variant,
+    fits_sum_rows,
 };
 
 use crate::compile::Unit;
 use crate::gemm::{GELU, RELU, SWIGLU, Type};
 use crate::grouped::{Case, Dgrad, Fprop, Pass, Wgrad, bad_ends, bad_splits, case, many};
-use crate::hopper::{map, ragged};
+use crate::hopper::{map, map_of_sums, ragged};
 use crate::host::{Lib, RUNTIME};
 use crate::memory::Memory;
 use crate::planted::all_are_killed;
@@ -120,7 +121,23 @@ fn params(
     };
     let packed = |addr, cols: usize, rows| ragged(addr, cols, cols as i64, rows);
     let a = packed(g.a, k, TILE_K);
+    // Gradients of f32 that are added to.
+    let sums = |addr| {
+        if !c.table {
+            return map_of_sums(addr, [groups * k, n], n);
+        }
+        let at = |e: usize| addr + ((groups - 1 - e) * 4 * n * k) as u64;
+        let own: Vec<u64> = (0..groups).flat_map(|e| map_of_sums(at(e), [k, n], n).words).collect();
+        maps.write(&own);
+        map_of_sums(addr, [k, n], n)
+    };
+    let by_map = c.pass == Wgrad && v.out_f32 && c.accumulate && fits_sum_rows(g.d, [k, n], n);
+    let grouped = TwHopperGrouped {
+        g: TwHopper { flags: grouped.g.flags | if by_map { D_HAS_MAP } else { 0 }, ..grouped.g },
+        ..grouped
+    };
     let [b, d] = match c.pass {
+        Wgrad if by_map => [packed(g.b, n, TILE_K), sums(g.d)],
         Fprop => [planes(g.b, n, k, v.b_rows()), packed(g.d, c.cols(), STORE_ROWS)],
         Dgrad => [planes(g.b, k, n, v.b_rows()), packed(g.d, n, STORE_ROWS)],
         Wgrad => [packed(g.b, n, TILE_K), planes(g.d, k, n, STORE_ROWS)],
@@ -163,6 +180,18 @@ fn columns(lib: &'static Lib) {
     let add = Case { accumulate: true, exact: true, ..case(Wgrad, &[9, 0, 0, 33], 42, 24, 72) };
     check(lib, &add, 256, 2);
     check(lib, &case(Wgrad, &[], 5, 16, 16), 128, 2);
+}
+
+/// Gradients that are added to by their map: edges, groups without rows, and those that are stored.
+fn sums(lib: &'static Lib) {
+    let add = |splits: &[i64], capacity, k, n| Case {
+        accumulate: true,
+        ..case(Wgrad, splits, capacity, k, n)
+    };
+    check(lib, &add(&[3, 70, 0, 0, 1, 65, 130], 280, 144, 264), 256, 2);
+    let exact = Case { exact: true, ..add(&[9, 0, 0, 33, 64, 1], 110, 272, 40) };
+    check(lib, &exact, 256, 4);
+    check(lib, &Case { table: true, ..exact }, 256, 2);
 }
 
 fn many_groups(lib: &'static Lib) {
@@ -233,6 +262,7 @@ fn hopper_groups_by_rows() {
 fn hopper_groups_by_columns() {
     let lib = base(HOPPER_GROUPED_GEMM.emu_text());
     columns(lib);
+    sums(lib);
     around_the_limit(lib);
     let add = Case { accumulate: true, ..case(Wgrad, &[9, 0, 0, 33], 42, 24, 72) };
     check(lib, &Case { out: Type::F16, ..add.clone() }, 256, 2);
@@ -249,6 +279,16 @@ fn hopper_groups_mutants() {
         &HOPPER_GROUPED_GEMM.emu_text(),
         base,
         ("hopper/sm90_grouped_gemm", "groups"),
-        scenarios![rows, columns, many_groups, ends, functions, tables, around_the_limit, bad],
+        scenarios![
+            rows,
+            columns,
+            sums,
+            many_groups,
+            ends,
+            functions,
+            tables,
+            around_the_limit,
+            bad
+        ],
     );
 }

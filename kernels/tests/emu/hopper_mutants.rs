@@ -14,6 +14,7 @@ use crate::{Test, scenarios, tests};
 pub const TESTS: &[Test] = tests![
     hopper_scenarios,
     hopper_core_mutants,
+    hopper_map_mutants,
     hopper_order_mutants,
     hopper_epilogue_mutants,
     hopper_sum_mutants
@@ -125,6 +126,17 @@ fn halves(by: &'static Lib) {
     }
 }
 
+/// Sums that D holds: several tiles a block, rows that fill some warps' boxes alone, one step and
+/// many.
+fn many_sums(lib: &'static Lib) {
+    let c = |k| Case { accumulate: true, pad: 8, ..case(Tn, 400, 520, k) };
+    for (seed, k) in [(1, 64), (2, 200), (3, 400)] {
+        run(lib, &c(k), 256, 2, seed);
+    }
+    // Rows that fill no boxes.
+    run(lib, &Case { accumulate: true, ..case(Tn, 40, 72, 64) }, 256, 2, 1);
+}
+
 /// What fails with a mutant must pass without.
 fn hopper_scenarios() {
     let lib = base(HOPPER_GEMM.emu_text());
@@ -138,6 +150,7 @@ fn hopper_scenarios() {
         wide_results,
         wide_bias,
         epilogues,
+        many_sums,
         parts,
     ] {
         f(lib);
@@ -169,6 +182,10 @@ fn hopper_core_mutants() {
     killed(("hopper/sm90_gemm", "store"), scenarios![one_step, wide_results]);
     killed(("hopper/sm90_gemm", "tickets"), scenarios![counted]);
     killed(("hopper/sm90_gemm", "parts"), scenarios![parts]);
+}
+
+fn hopper_map_mutants() {
+    killed(("hopper/sm90_gemm", "sums"), scenarios![many_sums]);
 }
 
 fn hopper_order_mutants() {

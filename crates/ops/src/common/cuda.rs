@@ -5,11 +5,14 @@ use std::any::Any;
 use std::sync::{Arc, OnceLock};
 
 use tilewire_core::{DType, Error, ErrorKind, Result};
-use tilewire_device::cuda::{CudaContext, CudaMemory, CudaModule, CudaStream};
+use tilewire_device::cuda::{
+    CudaContext, CudaMemory, CudaModule, CudaStream, MapPromotion, MapSwizzle, TensorMapDesc,
+};
 use tilewire_device::jit::KernelSpec;
 use tilewire_device::{Device, Stream, Tensor};
 use tilewire_kernels::attention::split::SM80_ATTENTION_SPLIT;
 use tilewire_kernels::attention::{PLAIN_ATTENTION, SM80_ATTENTION};
+use tilewire_kernels::hopper::{SUM_BOX, sum_rows};
 use tilewire_kernels::{SM80_GEMM, SM80_GROUPED_GEMM, Source, variants};
 
 use super::check::Named;
@@ -32,6 +35,21 @@ pub(crate) fn too_few_sms(ctx: &CudaContext) -> Result<Option<String>> {
 /// Bytes of shared memory that a block has on every GPU of sm_90, of which the kernels for sm_90a
 /// take most.
 const SM90_SHARED_BYTES: u32 = 227 << 10;
+
+/// The tensor map by which the core for sm_90a adds to f32, rows of which are `ld` elements apart: see
+/// `hopper::fits_sum_rows` of the kernels.
+pub(crate) fn map_of_sums(size: [usize; 2], ld: usize) -> TensorMapDesc {
+    let (shape, strides) = sum_rows(size, ld);
+    TensorMapDesc {
+        dtype: DType::F32,
+        shape: shape.into(),
+        strides_bytes: strides.map(|s| 4 * s).into(),
+        tile: SUM_BOX.into(),
+        swizzle: MapSwizzle::B128,
+        promotion: MapPromotion::B256,
+        wraps: false,
+    }
+}
 
 /// Returns why `ctx` does not run `source`, which is for sm_90a; none if it does.
 ///

@@ -35,9 +35,14 @@ pub fn is_emulated() -> bool {
 }
 
 /// Shapes: one tile and less, tails of everything; of the plain product also odd rows of tiles, one
-/// step, many steps, several waves.
-fn shapes(plain: bool) -> Vec<(usize, usize, usize)> {
+/// step, many steps, several waves; of what is added to, those whose f32 come by tensor map.
+fn shapes(e: Epilogue) -> Vec<(usize, usize, usize)> {
     let mut all = vec![(1, 8, 8), (130, 264, 72)];
+    if e.accumulate && !e.bias {
+        all.push((144, 264, 72));
+        all.extend((!is_emulated()).then_some((1040, 2056, 136)));
+    }
+    let plain = e == Epilogue::NONE;
     if !is_emulated() {
         all.push((257, 136, 136));
     }
@@ -78,7 +83,7 @@ fn products_by_the_core() {
                 if is_emulated() && (i + j) % 3 != 0 {
                     continue;
                 }
-                for (m, n, k) in shapes(e == Epilogue::NONE) {
+                for (m, n, k) in shapes(e) {
                     let turned = a_order == AOrder::Km;
                     let m = if turned { m.next_multiple_of(8) } else { m };
                     let n =

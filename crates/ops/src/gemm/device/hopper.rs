@@ -9,14 +9,14 @@ use tilewire_device::cuda::{
 };
 use tilewire_kernels::abi::TwHopper;
 use tilewire_kernels::hopper::{
-    BOX_COLS, CLUSTER, Epilogue, HOPPER_GEMM, HOPPER_SUM_PARTS, STORE_ROWS, SUM_THREADS, THREADS,
-    TILE_K, TILE_M, Variant,
+    BOX_COLS, CLUSTER, D_HAS_MAP, Epilogue, HOPPER_GEMM, HOPPER_SUM_PARTS, STORE_ROWS, SUM_THREADS,
+    THREADS, TILE_K, TILE_M, Variant, fits_sum_rows,
 };
 
 use super::product::{ACCUMULATE, Matrix, Product, bias_flag};
 use super::tiles::{Cut, Wanted, best, num_pairs, order, variants, wanted};
 use crate::common::counters::Counters;
-use crate::common::cuda::{lacks_sm90, load, workspace};
+use crate::common::cuda::{lacks_sm90, load, map_of_sums, workspace};
 use crate::common::kernel::GemmChoice;
 use crate::common::workspaces::Workspaces;
 use crate::gemm::{AOrder, Activation, BOrder, GemmDesc};
@@ -282,11 +282,13 @@ impl Hopper {
         let Some((v, kernel)) = all.iter().find(|(of, _)| Some(*of) == v) else {
             return Err(Error::internal("a product was launched that has no variant of the core"));
         };
+        let by_map = adds_by_map(v, p);
         let [a, b, d] = self.maps(v, p)?;
         let (num, clusters) = (cut.parts * num_pairs(v, shape), self.clusters as usize);
         // A cluster that has one pair of tiles needs no number.
         let counter = if num > clusters { self.counters.next(stream) } else { 0 };
-        let param = TwHopper { counter, ..param };
+        let flags = param.flags | if by_map { D_HAS_MAP } else { 0 };
+        let param = TwHopper { counter, flags, ..param };
         let grid = Grid::new(num.min(clusters) as u32 * CLUSTER, THREADS)
             .shared(v.shared_bytes())
             .clusters([CLUSTER, 1, 1])
@@ -309,11 +311,12 @@ impl Hopper {
             // Each half of D's columns is a matrix of its own.
             Epilogue::DSwiGlu => map(p.d, [2, m, n], n, STORE_ROWS, self.desc.out),
             Epilogue::SwiGlu => map(p.d, [1, m, n / 2], p.d.ld, STORE_ROWS, self.desc.out),
-            // A D of f32 is not described: any map will do.
+            _ if adds_by_map(v, p) => map_of_sums([m, n], p.d.ld),
+            // Another D of f32 is not described: any map will do.
             _ if v.out_f32 => of_a,
             _ => map(p.d, [1, m, n], p.d.ld, STORE_ROWS, self.desc.out),
         };
-        let d = if v.out_f32 { p.a.addr } else { p.d.addr };
+        let d = if v.out_f32 && !adds_by_map(v, p) { p.a.addr } else { p.d.addr };
         // What lies there the caller answers for, as for every address of a launch.
         let any = usize::MAX;
         RawTensorMap::all(
@@ -321,6 +324,13 @@ impl Hopper {
             [(p.a.addr, any, &of_a), (p.b.addr, any, &of_b), (d, any, &of_d)],
         )
     }
+}
+
+/// Returns whether f32 results are added to by their map.
+fn adds_by_map(v: &Variant, p: &Product) -> bool {
+    let (m, n, _) = p.shape;
+    let adds = v.out_f32 && v.epilogue == Epilogue::Linear && p.accumulate && p.bias.addr == 0;
+    adds && fits_sum_rows(p.d.addr, [m, n], p.d.ld)
 }
 
 /// Boxes of `rows` x 64 elements of `shape[0]` matrices that are `jump` elements apart.

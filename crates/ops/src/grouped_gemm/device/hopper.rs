@@ -10,12 +10,12 @@ use tilewire_device::cuda::{
 };
 use tilewire_kernels::abi::{TwGrouped, TwHopper, TwHopperGrouped};
 use tilewire_kernels::hopper::{
-    BOX_COLS, CLUSTER, Epilogue, HOPPER_GROUPED_GEMM, Order, STORE_ROWS, THREADS, TILE_K, TILE_M,
-    Variant, pairs,
+    BOX_COLS, CLUSTER, D_HAS_MAP, Epilogue, HOPPER_GROUPED_GEMM, Order, STORE_ROWS, THREADS,
+    TILE_K, TILE_M, Variant, fits_sum_rows, pairs,
 };
 
 use crate::common::counters::Counters;
-use crate::common::cuda::{hold, lacks_sm90, load};
+use crate::common::cuda::{hold, lacks_sm90, load, map_of_sums};
 use crate::common::kernel::GemmChoice;
 use crate::gemm::Activation;
 use crate::grouped_gemm::GroupedDesc;
@@ -249,6 +249,7 @@ impl Hopper {
         let Some((_, v, kernel)) = found else {
             return Err(Error::internal("a pass was launched that has no variant of the core"));
         };
+        let by_map = pass == Pass::Wgrad && v.out_f32 && adds && adds_by_map(&self.desc, p.g.d);
         let product = TwHopper {
             d: p.g.d,
             bias: p.g.bias,
@@ -259,7 +260,7 @@ impl Hopper {
             m: p.g.m,
             n: p.g.n,
             k: p.g.k,
-            flags: p.g.flags,
+            flags: p.g.flags | if by_map { D_HAS_MAP } else { 0 },
             // Sums of groups are whole.
             parts: 0,
             steps: 0,
@@ -327,11 +328,13 @@ impl Hopper {
         let d = &self.desc;
         let rows = v.b_rows();
         let own = match pass {
+            Pass::Wgrad if v.out_f32 => map_of_sums([d.n, d.k], d.k),
             Pass::Wgrad => planes(d.grad, [1, d.n, d.k], STORE_ROWS),
             _ => planes(d.dtype, [1, d.n, d.k], rows),
         };
-        // Gradients of f32 are stored without a map.
-        let num_maps = if pass == Pass::Wgrad && v.out_f32 { 0 } else { list.len() };
+        // Gradients of f32 have maps where they are added to by them.
+        let none = pass == Pass::Wgrad && v.out_f32 && !adds_by_map(d, 0);
+        let num_maps = if none { 0 } else { list.len() };
         let mut bytes = Vec::with_capacity(num_maps * MAP_BYTES + 8 * list.len());
         for addr in &list[..num_maps] {
             bytes.extend(RawTensorMap::at(&self.ctx, *addr, usize::MAX, &own)?.to_bytes());
@@ -370,14 +373,20 @@ impl Hopper {
                 planes(t, [d.groups, d.n, d.k], v.b_rows()),
                 ragged(d.out, d.k, STORE_ROWS),
             ],
+            Pass::Wgrad if adds_by_map(d, p.g.d) && v.out_f32 => [
+                ragged(t, d.n, TILE_K),
+                ragged(t, d.k, TILE_K),
+                map_of_sums([d.groups.max(1) * d.n, d.k], d.k),
+            ],
             Pass::Wgrad => [
                 ragged(t, d.n, TILE_K),
                 ragged(t, d.k, TILE_K),
                 planes(d.grad, [d.groups, d.n, d.k], STORE_ROWS),
             ],
         };
-        // A D of f32 is not described: any map will do.
-        let (of_d, at_d) = if v.out_f32 { (of_a, p.g.a) } else { (of_d, p.g.d) };
+        // Another D of f32 is not described: any map will do.
+        let by_map = pass == Pass::Wgrad && adds_by_map(d, p.g.d);
+        let (of_d, at_d) = if v.out_f32 && !by_map { (of_a, p.g.a) } else { (of_d, p.g.d) };
         // What lies there the caller answers for, as for every address of a launch. A tensor
         // without elements may be nowhere, which no map describes: nothing of it is read.
         let at = |addr: u64| if addr == 0 { self.counters.addr() } else { addr };
@@ -387,6 +396,12 @@ impl Hopper {
             [(at(p.g.a), any, &of_a), (at(p.g.b), any, &of_b), (at(at_d), any, &of_d)],
         )
     }
+}
+
+/// Returns whether f32 gradients, of which those of the first group lie at `addr`, are added to by
+/// their map.
+fn adds_by_map(d: &GroupedDesc, addr: u64) -> bool {
+    fits_sum_rows(addr, [d.n, d.k], d.k)
 }
 
 /// Boxes of `rows` x 64 elements of packed rows of `cols`.
