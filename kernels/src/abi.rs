@@ -351,9 +351,6 @@ abi! {
     /// Memory in which the kernel of five products sums dq.
     "attention/hopper_fused.cuh" TwDqSums { sums: u64, words: u64, }
 
-    /// The order in which the kernel of five products takes tiles of keys.
-    "attention/hopper_fused.cuh" TwFusedOrder { together: u32, alternate: u32, }
-
     /// Scales of e4m3, and memory for transposed values.
     "attention/hopper_fp8.cuh" TwFp8 { q_scales: u64, k_scales: u64, v_scales: u64, values: u64, num_other: u32, pad: u32, }
 

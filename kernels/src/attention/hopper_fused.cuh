@@ -7,27 +7,20 @@
 // A block has a tile of keys, and visits tiles of queries, as the kernel of dk and dv does. Beside
 // it adds what its keys contribute to dq to sums in memory, which `tw_attn_dq_of_sums` turns into
 // dq. These sums have a fixed order, so that they have the same bits in every run: a tile of
-// queries has a turn for each tile of keys that it meets, in the order of keys or, of some heads,
-// against it.
+// queries has a turn for each tile of keys that it meets, in the order of keys.
 //
 // Turns. A word for each tile of queries and head counts the tiles of keys whose contribution is
-// there. A block adds its own when the word says that all tiles of keys of earlier turns are there;
-// the first one stores, so nothing needs to be zero. `turn_of` computes how many come earlier from
-// the masks alone.
-//   - Blocks draw their tiles from a counter, all of them, and those of a head in the order of its
-//     turns. So a block waits only for tiles that were drawn before its own. Of all drawn tiles
-//     that are not done, the first waits for none: the kernel ends, however few of its blocks run.
-//   - Mostly tiles of keys ascend, and queries are visited from the last to the first, of each tile
-//     all heads of the group. Under a causal mask all blocks begin at the last queries, and those
-//     with later keys end earlier. So a block whose neighbour has begun a few tiles before it finds
-//     its turn everywhere. (Head after head it would not: at the second head it had to wait for its
-//     neighbour's longer way.) But blocks that begin at the same moment wait for each other, and
-//     each for the slowest one in front of it until all have ended.
-//   - Therefore, with `alternate`, tiles of keys descend in every second head, and its queries are
-//     visited from the first to the last. Blocks that begin at the same moment do so at queries of
-//     their own, and the neighbour with later keys is a tile of keys ahead all the way. They end
-//     one after the other, those with the last keys first. So the blocks of the head behind, which
-//     ascends, begin one after the other, a tile of keys apart, and end at the same moment.
+// there. A block adds its own when the word says that all tiles of keys in front of it are there;
+// the first one stores, so nothing needs to be zero. `turn_of` computes how many are in front of it
+// from the masks alone.
+//   - Blocks draw their tiles from a counter, all of them, and tiles of keys ascend within a head.
+//     So a block waits only for tiles that were drawn before its own. Of all drawn tiles that are
+//     not done, the first waits for none: the kernel ends, however few of its blocks run.
+//   - Queries are visited from the last to the first, of each tile all heads of the group, and
+//     tiles of keys that meet most come first. Under a causal mask all blocks begin at the last
+//     queries, and those with later keys end earlier. So a block whose neighbour has begun a few
+//     tiles before it, as is so for all but the first blocks, finds its turn everywhere. (Head
+//     after head it would not: at the second head it had to wait for its neighbour's longer way.)
 //
 // Without turns (TW_HB_UNORDERED) all blocks add at once to sums that are zero when the launch
 // begins, and the bits of dq differ from run to run. Nobody waits for a word; no word but that of
@@ -42,15 +35,17 @@
 //   two tiles of ds, by turns: for each query 64 keys, as a K-major operand, of each warpgroup.
 //   Both
 //     write their keys and read all. `ds_full` has an arrival of each of eight warps.
-//   a tile of dq, in two halves of D / 2 columns: warpgroup h makes half h.
-//     `dq_full`  of three, by turns, one completes when the eight warps have written their rows.
+//   two tiles of dq, by turns, in two halves of D / 2 columns: warpgroup h makes half h.
+//     `dq_full`  completes when the eight warps have written their rows.
 //     `dq_empty` completes when the bulk copies have read them: one arrival of the thread that
 //     adds.
 // A warp that writes ds of tile n + 2 has waited for `ds_full` of tile n + 1, where all warps have
 // arrived behind their products of tile n: nobody reads that buffer any more.
 //
-// Warps of warpgroup 2: one loads; three add, each every third tile, because a copy takes longer to
-// be written than a tile takes to be made.
+// Warps of warpgroup 2: one loads; of two that add, one has the even tiles and one the odd ones,
+// because a copy takes longer to be written than a tile takes to be made. With one tile of dq the
+// multipliers would wait for all that comes before it has been read: that its turn is known, and has
+// come, and the copies (docs/lab/attention.md).
 //
 // Order of a multiplying warpgroup, for each tile of queries: s is issued, ds of the tile before
 // stored, and dk += ds q of that one issued; p is made beside dk. When dk is there, the stage of
@@ -68,14 +63,10 @@
 #include "hopper_grad.cuh"
 
 #ifndef TW_HB_FUSED_STAGES
-#define TW_HB_FUSED_STAGES 3
+#define TW_HB_FUSED_STAGES 2
 #endif
 #ifndef TW_HB_UNORDERED
 #define TW_HB_UNORDERED 0
-#endif
-// Threads that add, a warp each.
-#ifndef TW_HB_FUSED_ADDERS
-#define TW_HB_FUSED_ADDERS 3
 #endif
 
 // Where dq is summed.
@@ -107,51 +98,39 @@ struct TwQueries {
     u32 row, num, head;  // none behind the last one
     int pos;
     u32 tile;  // of all tiles of queries of the tables
-    u32 keys;  // the segment of keys that they may meet whose turns are first
+    u32 keys;  // the first segment of keys that they may meet
 };
 
-// What a thread that adds needs of it, and of the tile of keys: its segment, its number there, and
-// whether later keys have earlier turns.
+// What a thread that adds needs of it, and of the tile of keys: its segment, and its number there.
 struct TwAdded {
     TwQueries q;
-    u32 own, own_tile, down;
+    u32 own, own_tile;
 };
 
-// In which order tiles are drawn: so many key heads are done before others. `alternate`: 1 if of
-// each two heads the first one's keys descend; `together` is even then, or all heads, so that the
-// direction of a head, and the bits of dq, do not depend on it.
-struct TwFusedOrder {
-    u32 together, alternate;
-};
-
-struct TwFused : TwGrad<false, TW_SUM1 | TW_SUM2, TW_HB_FUSED_M, TW_HB_FUSED_STAGES, 1, 2 * (TW_HB_FUSED_DS + TW_HB_FUSED_HALF)> {
+struct TwFused : TwGrad<false, TW_SUM1 | TW_SUM2, TW_HB_FUSED_M, TW_HB_FUSED_STAGES, 1, 2 * (TW_HB_FUSED_DS + 2 * TW_HB_FUSED_HALF)> {
     static constexpr u32 Y = TW_HB_FUSED_M, STAGES = TW_HB_FUSED_STAGES;
     static constexpr u32 AT_DS = AT_Y + STAGES * STAGE, AT_DQ = AT_DS + 2 * TW_HB_FUSED_DS;
     static constexpr u32 TOTAL = AT_STATE + TW_HB_FUSED_STATE;
-    static constexpr u32 ADDERS = TW_HB_FUSED_ADDERS;
-    // Tiles whose numbers are kept. When the loader writes those of tile n, tile n - STAGES + 1 may
-    // be multiplied, whose store of dq waits for that of two tiles before it, and this one for a
-    // thread that still adds a tile ADDERS before it.
+    // Tiles whose numbers are kept: more than can be between the loader and the threads that add.
     static constexpr u32 ADDED = 8;
-    static_assert(ADDERS <= 3 && ADDERS + STAGES + 2 <= ADDED, "warps beside the loader; numbers in use at once");
     static_assert(D1 == 128 && Y == 64 && X % Y == 0, "a half of dq has as many sums as g");
     static_assert(TOTAL <= 232448 && TW_ATTN_EXTRA == 0, "shared memory; extras need more registers");
 
     struct State : Shared {
-        u64 ds_full[2], dq_full[ADDERS], dq_empty;
+        u64 ds_full[2], dq_full[2], dq_empty[2];
         TwAdded added[ADDED];
         // Of the loader: the next two tiles of queries, the segment of keys and the tile in it, and
-        // where it is: in which segment of queries and at which of its rows, how many segments and
-        // tiles follow, in which direction (1 or -1), heads of the group that follow.
+        // where it is: in which segment of queries, between which rows, heads of the group that
+        // follow.
         TwQueries ahead[2];
-        u32 own_index, own_tile, seg_index, segs, at, tiles, step, head, heads, loaded, slots;
+        u32 own_index, own_tile, seg_index, at, lowest, head, heads, loaded, slots;
         int lo, end;
     };
     static_assert(sizeof(State) <= TW_HB_FUSED_STATE, "what the host asks for");
 
     static __device__ __forceinline__ State& state() { return *(State*)(tw_smem + AT_STATE); }
     static __device__ __forceinline__ u8* slopes_of(u32 i) { return tw_smem + AT_DS + i * TW_HB_FUSED_DS; }
-    static __device__ __forceinline__ float* half_of(u32 i) { return (float*)(tw_smem + AT_DQ + i * TW_HB_FUSED_HALF); }
+    static __device__ __forceinline__ float* half_of(u32 tile, u32 half) { return (float*)(tw_smem + AT_DQ + (2 * tile + half) * TW_HB_FUSED_HALF); }
 
     // ---- The loader.
 
@@ -163,29 +142,25 @@ struct TwFused : TwGrad<false, TW_SUM1 | TW_SUM2, TW_HB_FUSED_M, TW_HB_FUSED_STA
         return drawn;
     }
 
-    // Describes the tile of queries of the next head of the group, or the next tile.
+    // Describes the tile of queries of the next head of the group, or the one in front of it.
     static __device__ __forceinline__ void step(const TwAttn& a, State& s, TwQueries& to) {
         if (s.heads > 0) {
             s.heads--, s.head++;
         } else {
             to.num = 0;
 #pragma unroll 1
-            while (s.tiles == 0) {
-                if (s.segs == 0) return;
-                s.segs--, s.seg_index += s.step;
-                const TwSeg& q = a.other[s.seg_index];
+            while (s.at == s.lowest) {
+                if (s.seg_index == s.seg.first) return;
+                const TwSeg& q = a.other[--s.seg_index];
                 const int pos = (int)q.pos, first = max(s.lo - pos, 0), last = min(s.end - pos, (int)q.len);
-                if (first >= last) continue;
-                const u32 low = (u32)first / Y, high = ((u32)last + Y - 1) / Y;
-                // One tile before the first one in this direction.
-                s.tiles = high - low, s.at = (s.step == 1 ? low - 1 : high) * Y;
+                if (first < last) s.lowest = (u32)first / Y * Y, s.at = ((u32)last + Y - 1) / Y * Y;
             }
-            s.tiles--, s.at += s.step * Y;
+            s.at -= Y;
             s.heads = a.heads_q / a.heads_kv - 1, s.head = s.next.head * (s.heads + 1);
         }
         const TwSeg& q = a.other[s.seg_index];
         to.row = q.row + s.at, to.num = min(q.len - s.at, Y), to.head = s.head;
-        to.pos = (int)(q.pos + s.at), to.tile = X / Y * q.tile + s.at / Y, to.keys = s.step == 1 ? q.end - 1 : q.first;
+        to.pos = (int)(q.pos + s.at), to.tile = X / Y * q.tile + s.at / Y, to.keys = q.first;
     }
 
     // The own segment that tile `t` is of.
@@ -200,29 +175,15 @@ struct TwFused : TwGrad<false, TW_SUM1 | TW_SUM2, TW_HB_FUSED_M, TW_HB_FUSED_STA
         return lo;
     }
 
-    // Of the `i`-th tile of keys and heads that is drawn sets the head and the direction of its
-    // queries; returns the tile. Of heads that are done together those that descend come first.
-    static __device__ __forceinline__ u32 drawn(const TwAttn& a, const TwFusedOrder& order, u32 i, State& s) {
-        const u32 base = i / (order.together * a.tiles) * order.together;
-        i -= base * a.tiles;
-        const u32 width = min(order.together, a.heads_kv - base), downs = order.alternate * (width / 2);
-        const bool down = i < downs * a.tiles;
-        const u32 heads = down ? downs : width - downs;
-        if (!down) i -= downs * a.tiles;
-        const u32 t = i / heads, head = i - t * heads;
-        // Each one that descends, and the one behind it; of an odd number the last one is alone.
-        s.next.head = base + (downs == 0 ? head : down ? 2 * head : min(2 * head + 1, width - 1));
-        s.step = down ? 1 : ~0u;
-        return down ? a.tiles - 1 - t : t;
-    }
-
     // Draws a tile of keys and heads, and describes it and the first two tiles of queries that it
     // meets.
-    static __device__ __forceinline__ void begin(const TwAttn& a, const TwDqSums& to, const TwFusedOrder& order, State& s) {
+    static __device__ __forceinline__ void begin(const TwAttn& a, const TwDqSums& to, u32 together, State& s) {
         const u32 i = draw(to.words, a.tiles * a.heads_kv);
         s.next.more = i < a.tiles * a.heads_kv ? 1 : 0;
         if (s.next.more == 0) return;
-        const u32 t = drawn(a, order, i, s);
+        const u32 group = i / (together * a.tiles), in = i - group * together * a.tiles;
+        const u32 width = min(together, a.heads_kv - group * together), t = in / width;
+        s.next.head = group * together + in - t * width;
         s.own_index = own_of(a, t);
         // Word by word: registers are few.
         const u32* own = (const u32*)(a.own + s.own_index);
@@ -234,8 +195,7 @@ struct TwFused : TwGrad<false, TW_SUM1 | TW_SUM2, TW_HB_FUSED_M, TW_HB_FUSED_STA
         s.next.at = (int)(s.seg.pos + first) - (s.seg.shift == TW_ATTN_GAP ? 0 : s.seg.shift);
         s.next.meets = 0;
         s.lo = s.next.at - a.right, s.end = s.next.at + (int)s.next.num + a.left;
-        s.tiles = s.heads = 0, s.segs = s.seg.end - s.seg.first;
-        s.seg_index = s.step == 1 ? s.seg.first - 1 : s.seg.end;
+        s.at = s.lowest = s.heads = 0, s.seg_index = s.seg.end;
         s.ahead[0].num = 0;
 #pragma unroll 1
         for (u32 n = 0; n < 2; n++) {
@@ -248,7 +208,7 @@ struct TwFused : TwGrad<false, TW_SUM1 | TW_SUM2, TW_HB_FUSED_M, TW_HB_FUSED_STA
     // Lane 0 loads stage `at`, and keeps for the threads that add what it is.
     static __device__ __forceinline__ void load_queries(const TwGradMaps& maps, const TwQueries& q, u32 last, u32 at, State& s) {
         load_other(maps, {q.row, q.num, 0, q.pos, q.head}, q.head, last, at, s);
-        s.added[s.loaded++ % ADDED] = {q, s.own_index, s.own_tile, s.step == 1 ? 1u : 0u};
+        s.added[s.loaded++ % ADDED] = {q, s.own_index, s.own_tile};
     }
 
     // Waits for the slot, of which `slots` counts uses: in shared memory, since registers are few.
@@ -258,13 +218,13 @@ struct TwFused : TwGrad<false, TW_SUM1 | TW_SUM2, TW_HB_FUSED_M, TW_HB_FUSED_STA
         s.slots++;
     }
 
-    static __device__ __forceinline__ void load_tiles(const TwAttn& a, const TwDqSums& to, const TwFusedOrder& order, const TwGradMaps& maps) {
+    static __device__ __forceinline__ void load_tiles(const TwAttn& a, const TwDqSums& to, u32 together, const TwGradMaps& maps) {
         State& s = state();
         const bool first = threadIdx.x % 32 == 0;
         TwRing<STAGES> ys;
         if (first) s.loaded = s.slots = 0;
         for (;;) {
-            if (first) begin(a, to, order, s);
+            if (first) begin(a, to, together, s);
             __syncwarp();
             if (s.next.more == 0) break;
             if (first) wait_slot(s), load_own(maps, s.next, 0, s);
@@ -285,30 +245,29 @@ struct TwFused : TwGrad<false, TW_SUM1 | TW_SUM2, TW_HB_FUSED_M, TW_HB_FUSED_STA
         }
         if (first) {
             wait_slot(s);
-            for (u32 i = 0; i < ADDERS; i++) s.added[(s.loaded + i) % ADDED].q.num = 0;
+            s.added[s.loaded % ADDED].q.num = s.added[(s.loaded + 1) % ADDED].q.num = 0;
             s.own[0].more = 0;
             mbarrier_arrive(s.x_full);
         }
     }
 
-    // ---- A thread that adds tiles of dq: one of ADDERS.
+    // ---- A thread that adds tiles of dq: every second one.
 
-    // How many tiles of keys are added to these queries before the block's own: in each segment
-    // those that the queries meet, in its own segment those in front of it or, if keys descend,
-    // behind it.
+    // How many tiles of keys are added to these queries in front of the block's own: in each
+    // segment those from the first one on that the queries meet.
     static __device__ __forceinline__ u32 turn_of(const TwAttn& a, const TwAdded& t) {
         u32 turn = 0;
 #pragma unroll 1
-        for (u32 k = t.q.keys;; k += t.down ? ~0u : 1) {
+        for (u32 k = t.q.keys; k <= t.own; k++) {
             const TwSeg& keys = a.own[k];
             // The first key's position on the side of queries.
             const int base = (int)keys.pos - keys.shift, len = (int)keys.len;
             const int from = t.q.pos - a.left - base, to = t.q.pos + (int)t.q.num + a.right - base;
-            int first = max(from, 0) / (int)X, end = (max(min(to, len), 0) + (int)X - 1) / (int)X;
-            if (k == t.own) (t.down ? first : end) = (int)(t.own_tile + t.down);
+            const int first = max(from, 0) / (int)X;
+            const int end = k == t.own ? (int)t.own_tile : (max(min(to, len), 0) + (int)X - 1) / (int)X;
             if (from < len && first < end) turn += (u32)(end - first);
-            if (k == t.own) return turn;
         }
+        return turn;
     }
 
     // Addresses are made anew behind each wait: registers are few.
@@ -319,8 +278,8 @@ struct TwFused : TwGrad<false, TW_SUM1 | TW_SUM2, TW_HB_FUSED_M, TW_HB_FUSED_STA
 
     static __device__ __forceinline__ void add_tiles(const TwAttn& a, const TwDqSums& to, u32 begin) {
         State& s = state();
-        for (u32 n = begin, parity = 0;; n += ADDERS, parity ^= 1) {
-            while (!mbarrier_try_wait_parity(s.dq_full + begin, parity)) {
+        for (u32 n = begin;; n += 2) {
+            while (!mbarrier_try_wait_parity(s.dq_full + begin, n / 2 & 1)) {
             }
             if (s.added[n % ADDED].q.num == 0) return;
             const u32 turn = TW_HB_UNORDERED ? 1 : turn_of(a, s.added[n % ADDED]);
@@ -335,12 +294,12 @@ struct TwFused : TwGrad<false, TW_SUM1 | TW_SUM2, TW_HB_FUSED_M, TW_HB_FUSED_STA
             for (u32 half = 0; half < 2; half++) {
                 const TwQueries& q = s.added[opaque(n) % ADDED].q;
                 float* sums = to.sums + ((u64)(q.head * 2 + half) * a.tokens_q + q.row) * (D1 / 2);
-                if (turn == 0) bulk_store(sums, half_of(half), q.num * (D1 / 2) * 4);
-                else bulk_reduce_add_f32(sums, half_of(half), q.num * (D1 / 2) * 4);
+                if (turn == 0) bulk_store(sums, half_of(begin, half), q.num * (D1 / 2) * 4);
+                else bulk_reduce_add_f32(sums, half_of(begin, half), q.num * (D1 / 2) * 4);
             }
             bulk_commit_group();
             bulk_wait_group_read<0>();
-            mbarrier_arrive(&s.dq_empty);
+            mbarrier_arrive(s.dq_empty + begin);
             // The end of the kernel waits for what nobody else does.
             if (TW_HB_UNORDERED) continue;
             // They are written, and ordered before the word.
@@ -378,20 +337,12 @@ struct TwFused : TwGrad<false, TW_SUM1 | TW_SUM2, TW_HB_FUSED_M, TW_HB_FUSED_STA
         if (threadIdx.x % 32 == 0) mbarrier_arrive(full);
     }
 
-    // Waits until the tile of dq in front of one of turn `turn` has been read. It has the other
-    // turn, and its phase the other parity.
-    static __device__ __forceinline__ void wait_dq(State& s, u32 turn) {
-        while (!mbarrier_try_wait_parity(&s.dq_empty, turn ^ 1)) {
-        }
-    }
-
     // Stores this warp's 16 queries of a half of dq. A row has 16 chunks of four columns; chunk 4 i
     // + l has what lane l of four has of columns 16 i to 16 i + 15: 2 l, 2 l + 1, 2 l + 8, 2 l + 9.
     // In odd rows chunks i and i ^ 4 change places, so that eight lanes write to all banks.
-    // `turn`: of two, that of the tile; `adder`: the thread that adds it.
-    static __device__ __forceinline__ void store_dq(State& s, const Scores& dq, u32 group, u32 turn, u32 adder) {
-        wait_dq(s, turn);
-        float* half = half_of(group);
+    static __device__ __forceinline__ void store_dq(State& s, const Scores& dq, u32 group, const TwRing<2>& ring) {
+        ring.wait_empty(s.dq_empty);
+        float* half = half_of(ring.at, group);
 #pragma unroll
         for (u32 h = 0; h < 2; h++) {
             const u32 row = threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4 + 8 * h;
@@ -405,7 +356,7 @@ struct TwFused : TwGrad<false, TW_SUM1 | TW_SUM2, TW_HB_FUSED_M, TW_HB_FUSED_STA
         }
         fence_proxy_async_shared_cta();
         __syncwarp();
-        if (threadIdx.x % 32 == 0) mbarrier_arrive(s.dq_full + adder);
+        if (threadIdx.x % 32 == 0) mbarrier_arrive(s.dq_full + ring.at);
     }
 
     // Hides keys from `num` on.
@@ -428,7 +379,6 @@ struct TwFused : TwGrad<false, TW_SUM1 | TW_SUM2, TW_HB_FUSED_M, TW_HB_FUSED_STA
         const float factor = a.scale * TW_LOG2E;
         TwRing<1> xs;
         TwRing<2> dss;
-        TwRing<ADDERS> adders;
         TwRing<STAGES> ys;
         const Rows none = {};
         const Extras extras = {};
@@ -473,8 +423,8 @@ struct TwFused : TwGrad<false, TW_SUM1 | TW_SUM2, TW_HB_FUSED_M, TW_HB_FUSED_STA
                 wgmma_wait_group<1>();
                 wgmma_hold(g);
                 if (any) {
-                    store_dq(s, g, group, dss.at, adders.at);
-                    dss.advance(), adders.advance();
+                    store_dq(s, g, group, dss);
+                    dss.advance();
                 }
                 issue_products<D2>(g, own + X1_BYTES, group, stage(at) + Y1_BYTES);
                 wgmma_wait_group<0>();
@@ -493,8 +443,8 @@ struct TwFused : TwGrad<false, TW_SUM1 | TW_SUM2, TW_HB_FUSED_M, TW_HB_FUSED_STA
                 wgmma_wait_group<0>();
                 wgmma_hold(sum1), wgmma_hold(of_g), wgmma_hold(g);
                 if (first) mbarrier_arrive(s.y_empty + before);
-                store_dq(s, g, group, dss.at, adders.at);
-                dss.advance(), adders.advance();
+                store_dq(s, g, group, dss);
+                dss.advance();
             }
             // Both warpgroups have read all keys, which the last `ds_full` does not say.
             bar_sync(1, 256);
@@ -505,29 +455,32 @@ struct TwFused : TwGrad<false, TW_SUM1 | TW_SUM2, TW_HB_FUSED_M, TW_HB_FUSED_STA
         }
         if (!first) return;
         bulk_wait_group<0>();
-        // All threads that add have seen their last tile: else a barrier would be two phases ahead.
-        wait_dq(s, dss.at);
+        // Both threads that add have seen their last tile: else a barrier would be two phases
+        // ahead.
+        for (u32 i = 0; i < 2; i++, dss.advance()) dss.wait_empty(s.dq_empty);
         // Now they find that there are no more.
-        for (u32 i = 0; i < ADDERS; i++) mbarrier_arrive(s.dq_full + i);
+        mbarrier_arrive(s.dq_full), mbarrier_arrive(s.dq_full + 1);
     }
 
-    static __device__ __forceinline__ void run(const TwAttn& a, const TwDqSums& to, const TwFusedOrder& order, const TwGradMaps& maps) {
+    static __device__ __forceinline__ void run(const TwAttn& a, const TwDqSums& to, u32 together, const TwGradMaps& maps) {
         if (threadIdx.x == 0) {
             tensor_prefetch(maps.x1), tensor_prefetch(maps.x2), tensor_prefetch(maps.y1), tensor_prefetch(maps.y2);
             State& s = state();
             mbarrier_init(s.x_full, 1), mbarrier_init(s.x_empty, TW_HB_WARPS);
             for (u32 i = 0; i < STAGES; i++) mbarrier_init(s.y_full + i, 2), mbarrier_init(s.y_empty + i, TW_HB_WARPS);
-            for (u32 i = 0; i < 2; i++) mbarrier_init(s.ds_full + i, TW_HB_WARPS);
-            for (u32 i = 0; i < ADDERS; i++) mbarrier_init(s.dq_full + i, TW_HB_WARPS);
-            mbarrier_init(&s.dq_empty, 1);
+            for (u32 i = 0; i < 2; i++) {
+                mbarrier_init(s.ds_full + i, TW_HB_WARPS);
+                mbarrier_init(s.dq_full + i, TW_HB_WARPS);
+                mbarrier_init(s.dq_empty + i, 1);
+            }
             fence_mbarrier_init_release_cluster();
         }
         __syncthreads();
         if (threadIdx.x / 128 == 2) {
             setmaxnreg_dec<24>();
             const u32 warp = threadIdx.x / 32 - 8;
-            if (warp == 0) load_tiles(a, to, order, maps);
-            else if (warp <= ADDERS && threadIdx.x % 32 == 0) add_tiles(a, to, warp - 1);
+            if (warp == 0) load_tiles(a, to, together, maps);
+            else if (warp < 3 && threadIdx.x % 32 == 0) add_tiles(a, to, warp - 1);
             return;
         }
         setmaxnreg_inc<240>();

@@ -18,7 +18,7 @@ pub const SUMS_THREADS: u32 = 256;
 /// The only head dimension.
 const DIM: usize = 128;
 /// Tiles of queries that shared memory holds at once.
-const STAGES: usize = 3;
+const STAGES: usize = 2;
 /// Barriers, and what the loader tells the others, in bytes.
 const STATE_BYTES: usize = 1024;
 
@@ -58,10 +58,10 @@ impl HopperFused {
     }
 
     /// Dynamic shared memory of the kernel that makes the gradients, in bytes: a tile of k and v,
-    /// stages of q and d_out with their lse and delta, two tiles of ds and one of dq, barriers.
+    /// stages of q and d_out with their lse and delta, two tiles of ds and of dq, barriers.
     pub fn shared_bytes(&self) -> u32 {
         let rows = TILE_M + self.stages * FUSED_ROWS;
-        let sums = 2 * TILE_M * FUSED_ROWS * 2 + FUSED_ROWS * DIM * 4;
+        let sums = 2 * TILE_M * FUSED_ROWS * 2 + 2 * FUSED_ROWS * DIM * 4;
         (rows * 2 * DIM * 2 + self.stages * FUSED_ROWS * 8 + sums + STATE_BYTES) as u32
     }
 

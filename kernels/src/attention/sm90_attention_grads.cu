@@ -12,7 +12,7 @@
 // Launch, one behind the other:
 //   tw_hopper_attn_grads  any number of blocks of TW_HB_THREADS threads, at most one for each
 //                         multiprocessor, and TwFused::TOTAL bytes of dynamic shared memory.
-//                         `order`: how tiles are drawn, of at least one key head at a time
+//                         `together`: so many key heads, at least one, are done before others
 //   tw_attn_dq_of_sums    a block of 256 threads for each own tile of queries and head
 //
 // Algorithm: FlashAttention-3 (Shah et al., 2024), whose sums of dq have an order by turns, or none
@@ -22,10 +22,10 @@
 #include "hopper_fused.cuh"
 
 extern "C" __global__ void __launch_bounds__(TW_HB_THREADS, 1) tw_hopper_attn_grads(
-    const __grid_constant__ TwAttn a, const __grid_constant__ TwDqSums to, const __grid_constant__ TwFusedOrder order,
-    const __grid_constant__ TwTensorMap k, const __grid_constant__ TwTensorMap v, const __grid_constant__ TwTensorMap q,
-    const __grid_constant__ TwTensorMap d_out, const __grid_constant__ TwTensorMap dk, const __grid_constant__ TwTensorMap dv) {
-    TwFused::run(a, to, order, {&k, &v, &q, &d_out, &dk, &dv});
+    const __grid_constant__ TwAttn a, const __grid_constant__ TwDqSums to, u32 together, const __grid_constant__ TwTensorMap k,
+    const __grid_constant__ TwTensorMap v, const __grid_constant__ TwTensorMap q, const __grid_constant__ TwTensorMap d_out,
+    const __grid_constant__ TwTensorMap dk, const __grid_constant__ TwTensorMap dv) {
+    TwFused::run(a, to, together, {&k, &v, &q, &d_out, &dk, &dv});
 }
 
 extern "C" __global__ void __launch_bounds__(256) tw_attn_dq_of_sums(const __grid_constant__ TwAttn a, const __grid_constant__ TwDqSums to) {

@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::ops::Range;
 use std::sync::{LazyLock, Mutex};
 
-use tilewire_kernels::abi::{TwAttn, TwFusedOrder, TwTensorMap};
+use tilewire_kernels::abi::{TwAttn, TwTensorMap};
 use tilewire_kernels::attention::hopper::{HopperGrad, STORE_ROWS, THREADS, TILE_M};
 use tilewire_kernels::attention::hopper_fused::{
     FUSED_ROWS, HopperFused, SM90_ATTENTION_GRADS, SUMS_THREADS,
@@ -51,25 +51,11 @@ fn lib(v: &HopperFused) -> &'static Lib {
     libs.entry(format!("{v:?}")).or_insert_with(|| load(SM90_ATTENTION_GRADS.emu_text(), v))
 }
 
-/// How a launch takes its tiles: blocks, heads that are done together, and whether every second
-/// one descends.
+/// How a launch takes its tiles: blocks, and heads that are done together.
 #[derive(Clone, Copy)]
 pub struct How {
     pub blocks: u32,
     pub together: u32,
-    pub alternate: bool,
-}
-
-impl How {
-    /// All heads ascend.
-    pub const fn up(blocks: u32, together: u32) -> Self {
-        Self { blocks, together, alternate: false }
-    }
-
-    /// Every second head descends.
-    pub const fn both(blocks: u32, together: u32) -> Self {
-        Self { alternate: true, ..Self::up(blocks, together) }
-    }
 }
 
 /// The maps of k, v, q, d_out, dk and dv.
@@ -110,8 +96,7 @@ pub fn check_on(lib: &'static Lib, c: &Case, v: &HopperFused, how: How, seed: u6
         let p = TwAttn { other: of_q.own, ..*of_kv };
         let (grid, block) = ([how.blocks, 1, 1], [THREADS, 1, 1]);
         let grads = make_grads.grid(grid, block).smem(v.shared_bytes());
-        let order = TwFusedOrder { together: how.together, alternate: how.alternate.into() };
-        let grads = grads.arg(&p).arg(to).arg(&order);
+        let grads = grads.arg(&p).arg(to).arg(&how.together);
         let grads = maps(c, &on, &p).iter().fold(grads, |l, m| l.arg(m));
         let grid = [of_q.tiles * of_q.heads_q, 1, 1];
         let dq = make_dq.grid(grid, [SUMS_THREADS, 1, 1]).arg(of_q).arg(to);
@@ -119,11 +104,10 @@ pub fn check_on(lib: &'static Lib, c: &Case, v: &HopperFused, how: How, seed: u6
     })
 }
 
-/// By one to four blocks, as the seed says, in both orders of keys.
+/// By one to four blocks, as the seed says.
 fn check(c: &Case, v: &HopperFused, seed: u64) {
-    let (blocks, together) = (1 + (seed % 4) as u32, 1 + (seed % 3) as u32);
-    check_on(lib(v), c, v, How::up(blocks, together), seed);
-    check_on(lib(v), c, v, How::both(blocks, 2 * together), seed + 1);
+    let how = How { blocks: 1 + (seed % 4) as u32, together: 1 + (seed % 3) as u32 };
+    check_on(lib(v), c, v, how, seed);
 }
 
 fn fused_grads_of_every_tail() {
@@ -175,7 +159,8 @@ fn fused_grads_in_any_order() {
         let lens = [(40, 40), (0, 10), (170, 5), (3, 190), (10, 0), (165, 165)];
         let c = Case { heads: (4, 2), out: Type::F32, ..Case::packed(&lens) };
         for (c, seed) in [(c.clone(), 1), (c.clone().causal(), 2), (c.window(20, 5), 3)] {
-            let of = |v: HopperFused, seed| check_on(lib(&v), &c, &v, How::up(4, 1), seed);
+            let how = How { blocks: 4, together: 1 };
+            let of = |v: HopperFused, seed| check_on(lib(&v), &c, &v, how, seed);
             let (ordered, any) = (of(v, seed), of(v.unordered(), seed + 4));
             assert!(ordered[1..] == any[1..], "{c:?}: bits of dk and dv");
         }
@@ -189,13 +174,9 @@ fn fused_grads_in_any_order() {
 /// Blocks, the order of heads, and the order of threads change no bit.
 fn fused_grads_bits_do_not_depend_on_the_launch() {
     let c = Case { heads: (4, 2), out: Type::Bf16, ..case(200, 270) }.causal();
-    let of = |how, seed| check_on(lib(&BF16), &c, &BF16, how, seed);
     let all = [(1, 1, 0), (3, 2, 1), (5, 1, 2), (9, 2, 5)];
-    let up = all.map(|(blocks, together, seed)| of(How::up(blocks, together), seed));
-    assert!(up.iter().all(|x| *x == up[0]), "bits of the gradients");
-    let c = Case { heads: (3, 3), ..c };
-    let of = |how, seed| check_on(lib(&BF16), &c, &BF16, how, seed);
-    let all = [(1, 2, 0), (3, 3, 1), (5, 2, 2), (9, 4, 5)];
-    let both = all.map(|(blocks, together, seed)| of(How::both(blocks, together), seed));
-    assert!(both.iter().all(|x| *x == both[0]), "bits of the gradients, keys in both orders");
+    let all = all.map(|(blocks, together, seed)| {
+        check_on(lib(&BF16), &c, &BF16, How { blocks, together }, seed)
+    });
+    assert!(all.iter().all(|x| *x == all[0]), "bits of the gradients");
 }

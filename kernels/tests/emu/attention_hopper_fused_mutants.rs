@@ -18,7 +18,7 @@ pub const TESTS: &[Test] = tests![
     fused_grad_unordered_mutants,
 ];
 
-const ONE: How = How::up(1, 1);
+const ONE: How = How { blocks: 1, together: 1 };
 
 fn run(lib: &'static Lib, c: &Case, how: How, seed: u64) {
     check_on(lib, c, &BF16, how, seed);
@@ -45,52 +45,27 @@ fn long(lib: &'static Lib) {
 /// A chain of four tiles of keys, by several blocks and by one.
 fn chain(lib: &'static Lib) {
     for (seed, blocks) in (0..).zip([3, 1, 4, 2]) {
-        run(lib, &of(130, 400), How::up(blocks, 1), seed);
+        run(lib, &of(130, 400), How { blocks, together: 1 }, seed);
     }
 }
 
 /// Groups of heads.
 fn groups(lib: &'static Lib) {
     let c = Case { heads: (4, 2), ..of(100, 140) };
-    run(lib, &c, How::up(2, 2), 1);
+    run(lib, &c, How { blocks: 2, together: 2 }, 1);
 }
 
 /// Five heads, of which some are done together.
 fn orders(lib: &'static Lib) {
     let c = Case { heads: (5, 5), ..of(70, 140) };
     for (blocks, together) in [(1, 2), (4, 3)] {
-        run(lib, &c, How::up(blocks, together), u64::from(blocks));
+        run(lib, &c, How { blocks, together }, u64::from(blocks));
     }
-}
-
-/// Two heads and three, of which one descends: few tiles of queries and four of keys, and the other
-/// way round.
-fn down(lib: &'static Lib) {
-    for (blocks, heads) in [(3, 2), (2, 3)] {
-        let c = Case { heads: (heads, heads), ..of(130, 400) };
-        run(lib, &c, How::both(blocks, 4), 1);
-    }
-    let c = Case { heads: (4, 2), ..of(300, 140) }.causal();
-    (0..3).for_each(|seed| run(lib, &c, How::both(3, 2), seed));
-}
-
-/// The same of sequences, of keys in segments, and with windows.
-fn down_packed(lib: &'static Lib) {
-    let c =
-        Case { heads: (4, 2), ..Case::packed(&[(40, 40), (0, 10), (170, 5), (3, 190), (10, 0)]) };
-    run(lib, &Case { out: Type::Bf16, ..c }.causal(), How::both(2, 2), 2);
-    let whole = Case { heads: (2, 2), ..Case::packed(&[(400, 400)]) }.window(30, 40);
-    let kv = vec![0..60, 60..130, 130..150, 150..300, 300..400];
-    run(lib, &Case { kv, ..whole }, How::both(3, 2), 1);
-    let whole = Case { heads: (2, 2), ..Case::packed(&[(300, 300), (44, 60)]) }.causal();
-    let kv = vec![0..7, 7..180, 180..360];
-    run(lib, &Case { kv, ..whole }, How::both(2, 2), 1);
-    run(lib, &Case { heads: (2, 2), ..of(330, 330) }.window(170, 0), How::both(3, 2), 1);
 }
 
 /// Few rows, many orders of the lanes.
 fn many_orders(lib: &'static Lib) {
-    (0..24).for_each(|seed| run(lib, &of(70, 130), How::up(2, 1), seed));
+    (0..24).for_each(|seed| run(lib, &of(70, 130), How { blocks: 2, together: 1 }, seed));
 }
 
 /// Many tiles of queries for one of keys, many orders of the lanes.
@@ -107,32 +82,32 @@ fn alone(lib: &'static Lib) {
 fn packed(lib: &'static Lib) {
     let lens = [(40, 40), (0, 10), (170, 5), (3, 190), (10, 0)];
     let c = Case { heads: (2, 1), ..Case::packed(&lens) };
-    run(lib, &Case { out: Type::Bf16, ..c }.causal(), How::up(2, 1), 2);
+    run(lib, &Case { out: Type::Bf16, ..c }.causal(), How { blocks: 2, together: 1 }, 2);
 }
 
 /// Keys of a sequence in several segments.
 fn parts(lib: &'static Lib) {
     let whole = Case { heads: (1, 1), ..Case::packed(&[(300, 300), (44, 60)]) }.causal();
     let kv = vec![0..7, 7..180, 180..360];
-    run(lib, &Case { kv, ..whole }, How::up(2, 1), 1);
+    run(lib, &Case { kv, ..whole }, How { blocks: 2, together: 1 }, 1);
 }
 
 /// The same with a window: of some segments the queries see nothing.
 fn far_parts(lib: &'static Lib) {
     let whole = Case { heads: (1, 1), ..Case::packed(&[(400, 400)]) }.window(30, 40);
     let kv = vec![0..60, 60..130, 130..150, 150..300, 300..400];
-    run(lib, &Case { kv, ..whole }, How::up(3, 1), 1);
+    run(lib, &Case { kv, ..whole }, How { blocks: 3, together: 1 }, 1);
 }
 
 fn windows(lib: &'static Lib) {
-    run(lib, &of(330, 330).window(170, 0), How::up(3, 1), 1);
+    run(lib, &of(330, 330).window(170, 0), How { blocks: 3, together: 1 }, 1);
     run(lib, &of(200, 400).window(49, 70), ONE, 2);
 }
 
 /// Queries that see no key in front of others, in another tile of rows, and lengths that differ.
 fn cross(lib: &'static Lib) {
     run(lib, &of(300, 100).causal(), ONE, 1);
-    run(lib, &of(100, 300).causal(), How::up(2, 1), 2);
+    run(lib, &of(100, 300).causal(), How { blocks: 2, together: 1 }, 2);
 }
 
 /// The first 64 queries of a tile see no key.
@@ -159,7 +134,7 @@ fn far_scores(lib: &'static Lib) {
 fn at_once(lib: &'static Lib) {
     let v = BF16.unordered();
     for seed in 0..6 {
-        check_on(lib, &of(130, 300), &v, How::up(3, 1), seed);
+        check_on(lib, &of(130, 300), &v, How { blocks: 3, together: 1 }, seed);
     }
 }
 
@@ -173,7 +148,7 @@ fn at_once_alone(lib: &'static Lib) {
 fn fused_grad_scenarios() {
     let lib = base(SM90_ATTENTION_GRADS.emu_text());
     let all = [short, floats, long, chain, groups, orders, many_orders, alone, packed, parts];
-    all.iter().chain(&[down, down_packed]).for_each(|f| f(lib));
+    all.iter().for_each(|f| f(lib));
     let lib = any_order(SM90_ATTENTION_GRADS.emu_text());
     [at_once, at_once_alone].iter().for_each(|f| f(lib));
     let lib = base(SM90_ATTENTION_GRADS.emu_text());
@@ -206,37 +181,14 @@ fn killed(of: (&str, &str), scenarios: &[Scenario]) {
 fn fused_grad_load_mutants() {
     killed(
         ("attention/sm90_attention_grads", "load"),
-        scenarios![
-            short,
-            long,
-            chain,
-            groups,
-            orders,
-            packed,
-            parts,
-            windows,
-            cross,
-            down,
-            down_packed
-        ],
+        scenarios![short, long, chain, groups, orders, packed, parts, windows, cross],
     );
 }
 
 fn fused_grad_turns_mutants() {
     killed(
         ("attention/sm90_attention_grads", "turns"),
-        scenarios![
-            short,
-            long,
-            chain,
-            groups,
-            parts,
-            far_parts,
-            windows,
-            many_tiles,
-            down,
-            down_packed
-        ],
+        scenarios![short, long, chain, groups, parts, far_parts, windows, many_tiles],
     );
 }
 

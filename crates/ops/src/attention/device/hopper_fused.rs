@@ -2,7 +2,7 @@
 
 use tilewire_core::{DType, Result};
 use tilewire_device::cuda::{CudaContext, CudaStream, Grid, Kernel, LaunchArgs, RawTensorMap};
-use tilewire_kernels::abi::{TwAttn, TwDqSums, TwFusedOrder};
+use tilewire_kernels::abi::{TwAttn, TwDqSums};
 use tilewire_kernels::attention::hopper::{THREADS, TILE_M};
 use tilewire_kernels::attention::hopper_fused::{
     FUSED_ROWS, HopperFused, SM90_ATTENTION_GRADS, SUMS_THREADS,
@@ -32,17 +32,6 @@ fn heads_together(tiles: u32, heads: u32, num_sms: u32) -> u32 {
         return 1;
     }
     (19 * num_sms / 10).div_ceil(tiles.max(1)).next_power_of_two().min(heads).max(1)
-}
-
-/// Returns the order in which a launch with turns draws tiles of keys, of `together` heads. Under a
-/// causal mask without a window a tile of keys meets the more queries the earlier it is: every
-/// second head takes them from the last to the first, so that blocks which begin at once do not
-/// wait for each other (`hopper_fused.cuh`).
-fn order_of_turns(d: &AttentionDesc, together: u32) -> TwFusedOrder {
-    let causal = d.mask.left.is_none() && d.mask.right.is_some();
-    // Two heads are a pair, also where one has tiles for all multiprocessors.
-    let together = if causal { together.next_multiple_of(2) } else { together };
-    TwFusedOrder { together, alternate: causal.into() }
 }
 
 /// The kernels of one description on one device.
@@ -112,14 +101,10 @@ impl Fused {
             let grid = Grid::new(blocks, THREADS).shared(self.variant.shared_bytes());
             let of = if unordered { 1 } else { keys.num_own.max(1) };
             let together = heads_together(keys.tiles / of, keys.heads_kv, self.num_sms);
-            let order = match unordered {
-                true => TwFusedOrder { together, alternate: 0 },
-                false => order_of_turns(d, together),
-            };
-            let args = LaunchArgs::new().arg(keys).arg(&to).arg(&order);
+            let args = LaunchArgs::new().arg(keys).arg(&to).arg(&together);
             let args = maps.iter().fold(args, LaunchArgs::raw_map);
-            // SAFETY: `tw_hopper_attn_grads` takes (TwAttn, TwDqSums, TwFusedOrder, 6 x
-            // TwTensorMap); the caller's contract for what they describe.
+            // SAFETY: `tw_hopper_attn_grads` takes (TwAttn, TwDqSums, u32, 6 x TwTensorMap); the
+            // caller's contract for what they describe.
             unsafe { self.grads.launch(stream, grid, args)? }
         }
         if queries.tiles == 0 {
@@ -142,19 +127,6 @@ impl Fused {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::attention::AttnMask;
-
-    /// A head's direction is its number's parity, whatever is done together.
-    #[test]
-    fn heads_of_a_causal_mask_are_pairs() {
-        let of = |mask, together| {
-            let order =
-                order_of_turns(&AttentionDesc::new(64, (8, 8), 128, DType::BF16, mask), together);
-            (order.together, order.alternate)
-        };
-        assert_eq!([1, 2, 3, 8].map(|n| of(AttnMask::CAUSAL, n)), [(2, 1), (2, 1), (4, 1), (8, 1)]);
-        assert_eq!([AttnMask::FULL, AttnMask::window(64, 0)].map(|m| of(m, 1)), [(1, 0), (1, 0)]);
-    }
 
     /// Of 1, 2, 4 and 8 heads of 4096, 8192, 16384 and 32768 keys the fastest on an H200, or within
     /// 1 % of it.
