@@ -450,7 +450,7 @@ impl Spec {
     pub fn order(&self) -> Result<Order> {
         match self.op {
             Op::AttentionBwd => self.attention().map(Attention::order),
-            _ => Ok(Order::Fixed),
+            _ => Ok(Order::Forward),
         }
     }
 

@@ -334,8 +334,10 @@ fn local_plan_of(
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub enum Order {
     Fixed,
-    /// Any, where that is faster: with more workspace.
+    /// Any, where that is faster.
     Any,
+    /// None is added: of the forward pass alone, without memory for sums.
+    Forward,
 }
 
 impl Order {
@@ -345,6 +347,7 @@ impl Order {
         Ok(match self {
             Order::Fixed => plan,
             Order::Any => plan.allow_unordered_backward(),
+            Order::Forward => plan.without_fused_backward(),
         })
     }
 }
@@ -368,7 +371,7 @@ pub fn attention_fwd(py: Python<'_>, mut spec: Spec, tensors: Tensors<'_>) -> Py
     let (mut x, out) = inputs(&place, &tensors)?;
     let offsets = offsets(&place, &tensors, &mut spec)?;
     place.run(py, |stream| {
-        let with = (stream, Order::Fixed);
+        let with = (stream, Order::Forward);
         local_plan_of(&place, (&spec, offsets), &mut x, with)?.launch_fwd(stream, &x, out)
     })
 }

@@ -239,10 +239,10 @@ def attention(
             0, descend or go beyond the rows, and sequences longer than the bias, make all results
             NaN. Lists, and tensors of the CPU beside a q on a GPU, are of all rows.
         deterministic: gradients have the same bits in every run. False lets a GPU add those of q in
-            any order, 1.1 times as fast: on sm_90a, with heads of 128, no window, softcap, bias or
+            any order, 1.05 times as fast: on sm_90a, with heads of 128, no window, softcap, bias or
             dropout, sequences of 4096 queries and more on average, offsets in lists, and keys and
-            heads for all multiprocessors; with a plan of its own, which has 512 bytes of workspace
-            for each query and head.
+            heads for all multiprocessors. Such gradients take 512 bytes of workspace for each query
+            and head, in order, too.
 
     Returns:
         of q's form with v's d; with ``return_lse`` also the log-sum-exp [heads, tokens] (or [heads,

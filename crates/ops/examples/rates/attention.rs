@@ -161,6 +161,7 @@ fn bench(ctx: &CudaContext, case: &Case, pass: Option<&str>) -> Result<()> {
     let desc = case.desc()?;
     let plan = AttentionPlan::with_backend(desc.clone(), None, AttnBackend::Portable)?;
     let hopper = AttentionPlan::with_backend(desc.clone(), None, AttnBackend::Hopper)?;
+    let hopper = hopper.without_fused_backward();
     let fused = AttentionPlan::with_backend(desc.clone(), None, AttnBackend::Hopper)?;
     let fused = fused.with_fused_backward();
     let unordered = AttentionPlan::with_backend(desc, None, AttnBackend::Hopper)?;

@@ -41,7 +41,10 @@ pub(crate) enum Fusion {
     Ordered,
     /// One; dq is added in any order.
     Unordered,
-    /// That one for launches which it is faster for, and two for the others.
+    /// One for launches that it is faster for, and two for the others; dq is added in a fixed
+    /// order.
+    OrderedIfFaster,
+    /// The same; dq is added in any order.
     UnorderedIfFaster,
 }
 

@@ -59,18 +59,30 @@ impl AttentionPlan {
         let config = config.unwrap_or_default();
         desc.check().and_then(|()| config.check()).map_err(|e| e.op("attention"))?;
         let (ready, refused) = (Ready::new(), Refused::default());
-        Ok(Self { desc, config, backend, fusion: Fusion::None, ready, refused })
+        Ok(Self { desc, config, backend, fusion: Fusion::OrderedIfFaster, ready, refused })
     }
 
-    /// Makes dq, dk and dv by one kernel of five products, in place of two of seven: on sm_90a, for
-    /// heads of 128, bf16 or f16 with gradients of the same type, a positive scale, no softcap,
-    /// bias or dropout. Gradients have the same bits in every run, and others than those of two
-    /// kernels. The sums of dq take 512 bytes for each query and head, which plans share. Call
-    /// before [`AttentionPlan::prepare`], which fails with `Unsupported` where there is no such
+    /// Makes dq, dk and dv of every launch by one kernel of five products, in place of two of seven:
+    /// on sm_90a, for heads of 128, bf16 or f16 with gradients of the same type, a positive scale,
+    /// no softcap, bias or dropout. Gradients have the same bits in every run, and others than those
+    /// of two kernels. The sums of dq take 512 bytes for each query and head, which plans share.
+    /// Call before [`AttentionPlan::prepare`], which fails with `Unsupported` where there is no such
     /// kernel; the host has one algorithm anyway.
+    ///
+    /// Without a call, launches take that kernel which it is faster for: without a window, with
+    /// sequences on the host of 4096 queries on average and more, and so many keys and heads that
+    /// two tiles of 128 are there for nearly each multiprocessor (on an H200 1.09 to 1.23 times the
+    /// rate of two kernels; docs/lab/attention.md). A plan of as many rows has the sums beside its
+    /// workspace.
     #[must_use]
     pub fn with_fused_backward(self) -> Self {
         Self { fusion: Fusion::Ordered, ..self }
+    }
+
+    /// Makes all gradients by two kernels, whatever is faster: without memory for sums of dq.
+    #[must_use]
+    pub fn without_fused_backward(self) -> Self {
+        Self { fusion: Fusion::None, ..self }
     }
 
     /// As [`AttentionPlan::with_fused_backward`], with dq added in whatever order its parts are
@@ -81,12 +93,10 @@ impl AttentionPlan {
         Self { fusion: Fusion::Unordered, ..self }
     }
 
-    /// Lets launches of long sequences take [that kernel](AttentionPlan::with_unordered_backward):
-    /// on sm_90a, for heads of 128 and what else it fits, without a window, with sequences on the
-    /// host of 4096 queries on average and more, and so many keys and heads that two tiles of 128
-    /// are there for nearly each multiprocessor (on an H200 0.98 to 1.17 times the rate of two
-    /// kernels, mostly 1.1; docs/lab/attention.md). Others have the same bits in every run. A plan
-    /// of as many rows has the sums of dq beside its workspace, 512 bytes for each query and head.
+    /// Lets launches that take one kernel by default (see
+    /// [`with_fused_backward`](AttentionPlan::with_fused_backward)) add dq [in any
+    /// order](AttentionPlan::with_unordered_backward), which is faster by some twentieth. The
+    /// gradients of other launches have the same bits in every run.
     #[must_use]
     pub fn allow_unordered_backward(self) -> Self {
         Self { fusion: Fusion::UnorderedIfFaster, ..self }

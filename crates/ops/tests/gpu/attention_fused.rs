@@ -70,10 +70,10 @@ fn bits_of(g: &Gpu, plan: &AttentionPlan, with: (&AttnInputs, &Tensor)) -> [Vec<
     [grads.dq, grads.dk, grads.dv].map(|t| t.download().unwrap())
 }
 
-/// A plan that may add dq in any order does so for long sequences alone; where there is no such
-/// kernel it has that of other plans.
+/// A plan takes one kernel for long sequences alone, in order or, if it may, in any; where there is
+/// no such kernel it has two.
 #[test]
-fn gradients_in_any_order_of_long_sequences() {
+fn long_sequences_take_one_kernel() {
     const ROWS: usize = 4160;
     let Some(g) = hopper() else { return };
     let d = AttentionDesc::new(ROWS, (8, 8), 128, DType::BF16, AttnMask::CAUSAL);
@@ -90,17 +90,27 @@ fn gradients_in_any_order_of_long_sequences() {
         AttentionDesc::new(ROWS, (2, 1), 64, DType::BF16, AttnMask::CAUSAL),
         of(4000, AttnMask::CAUSAL),
     ] {
-        let plans = [made(&other), made(&other).allow_unordered_backward()].map(prepared);
-        let [plain, free] = plans.map(|plan| plan.explain());
-        assert!(plain == free && !plain.contains(ONE), "{free}");
+        let all = [made(&other), made(&other).allow_unordered_backward()];
+        let [plain, free] = all.map(|plan| prepared(plan).explain());
+        let two = prepared(made(&other).without_fused_backward()).explain();
+        assert!(plain == free && plain == two && !plain.contains(ONE), "{free}");
     }
-    let (two, one) = (prepared(made(&d)), prepared(made(&d).with_unordered_backward()));
+    let plain = prepared(made(&d));
+    let why = plain.explain();
+    assert!(why.contains("of 4096 queries and more") && !why.contains("any order"), "{why}");
+    let two = prepared(made(&d).without_fused_backward());
+    assert!(!two.explain().contains(ONE), "{}", two.explain());
+    let [ordered, one] = [made(&d).with_fused_backward(), made(&d).with_unordered_backward()];
+    let (ordered, one) = (prepared(ordered), prepared(one));
     let compare = |cu: &[usize], long: bool| {
         let (rows, mut rng) = (cu[cu.len() - 1], Rng::new(11));
         let mut put = |heads: usize| g.put(&random(&mut rng, rows, heads * 128, d.dtype), d.dtype);
         let x = AttnInputs::new(put(d.heads_q), put(d.heads_kv), put(d.heads_kv));
         let sequences = Some(Sequences::packed(cu, cu).unwrap());
         let (x, d_out) = (AttnInputs { sequences, ..x }, put(d.heads_q));
+        let want = if long { &ordered } else { &two };
+        let [got, want] = [&plain, want].map(|plan| bits_of(&g, plan, (&x, &d_out)));
+        assert!(got == want, "{rows} rows: {long}, the default");
         let [free, two, one] = [&free, &two, &one].map(|plan| gradients(&g, plan, (&x, &d_out)));
         let bits = |t: &Tensor| t.download().unwrap();
         assert!(!long || bits(&one.dk) != bits(&two.dk), "the order of sums is another");
@@ -266,6 +276,6 @@ fn fused_gradients_run_on_emulated_devices() {
         ],
     );
     // Plans that may choose take the kernels for sm_90a on devices of eight multiprocessors.
-    let long = "attention_fused::gradients_in_any_order_of_long_sequences";
+    let long = "attention_fused::long_sequences_take_one_kernel";
     pass_on_an_emulated_device(8, &[long]);
 }

@@ -29,8 +29,8 @@ pub(crate) struct Local {
     if_long: Option<u32>,
 }
 
-/// Queries of a sequence, on average, from which on one kernel that adds dq in any order is faster
-/// than two (docs/lab/attention.md).
+/// Queries of a sequence, on average, from which on one kernel is faster than two
+/// (docs/lab/attention.md).
 const LONG: usize = 4096;
 
 /// Returns whether the sequences of a launch are [`LONG`], and their keys tiles for all
@@ -62,21 +62,22 @@ impl Local {
         (backend, fusion): (AttnBackend, Fusion),
     ) -> Result<Self> {
         let mut kernels = Kernels::new(ctx, d, backend)?;
+        let unordered = matches!(fusion, Fusion::Unordered | Fusion::UnorderedIfFaster);
         let if_long = match fusion {
-            Fusion::UnorderedIfFaster => Some(ctx.num_sms()?),
+            Fusion::OrderedIfFaster | Fusion::UnorderedIfFaster => Some(ctx.num_sms()?),
             _ => None,
         };
-        match fusion {
-            Fusion::None => {}
-            Fusion::UnorderedIfFaster if !if_long.is_some_and(|sms| may_be_long(d, sms)) => {}
-            Fusion::UnorderedIfFaster => match kernels.fuse(ctx, d, true) {
+        match if_long {
+            _ if fusion == Fusion::None => {}
+            Some(sms) if !may_be_long(d, sms) => {}
+            Some(_) => match kernels.fuse(ctx, d, unordered) {
                 Err(e) if e.is_unsupported() => {}
                 r => {
                     r?;
                     kernels.backward.name += &format!(", of {LONG} queries and more");
                 }
             },
-            ordered => kernels.fuse(ctx, d, ordered == Fusion::Unordered)?,
+            None => kernels.fuse(ctx, d, unordered)?,
         }
         let kernels = Arc::new(kernels);
         let k = kernels.clone();
