@@ -44,8 +44,8 @@
 //
 // Warps of warpgroup 2: one loads; of two that add, one has the even tiles and one the odd ones,
 // because a copy takes longer to be written than a tile takes to be made. With one tile of dq the
-// multipliers would wait for all that comes before it has been read: that its turn is known, and has
-// come, and the copies (docs/lab/attention.md).
+// multipliers would wait for all that comes before it has been read: that its turn is known, and
+// has come, and the copies (docs/lab/attention.md).
 //
 // Order of a multiplying warpgroup, for each tile of queries: s is issued, ds of the tile before
 // stored, and dk += ds q of that one issued; p is made beside dk. When dk is there, the stage of
@@ -111,8 +111,12 @@ struct TwFused : TwGrad<false, TW_SUM1 | TW_SUM2, TW_HB_FUSED_M, TW_HB_FUSED_STA
     static constexpr u32 Y = TW_HB_FUSED_M, STAGES = TW_HB_FUSED_STAGES;
     static constexpr u32 AT_DS = AT_Y + STAGES * STAGE, AT_DQ = AT_DS + 2 * TW_HB_FUSED_DS;
     static constexpr u32 TOTAL = AT_STATE + TW_HB_FUSED_STATE;
-    // Tiles whose numbers are kept: more than can be between the loader and the threads that add.
+    // Tiles whose numbers are kept. When the loader writes those of tile n, the stage of tile n -
+    // STAGES has been given back, so that dq of tile n - STAGES - 1 is stored, and all but the last
+    // two of those have been read. Who adds the last one read of either turn may still look at its
+    // numbers: the earlier of both is tile n - STAGES - 4.
     static constexpr u32 ADDED = 8;
+    static_assert(ADDED >= STAGES + 5, "numbers in use at once");
     static_assert(D1 == 128 && Y == 64 && X % Y == 0, "a half of dq has as many sums as g");
     static_assert(TOTAL <= 232448 && TW_ATTN_EXTRA == 0, "shared memory; extras need more registers");
 

@@ -44,10 +44,11 @@ struct TwRagged {
     }
 };
 
-// Boxes of 16 rows x 32 columns of f32. The map has rank 4: columns; rows 0 and 4 of four each; these
-// four; eights of rows. So row 8 a + 4 b + c of a box is row 8 a + 2 c + b in shared memory, and the
-// swizzle of 128 bytes puts what a half of a warp reads at once, 32 bytes of each of four rows, into
-// banks of their own. Rows of a matrix are a multiple of 16, and it begins at one of `eights`.
+// Boxes of 16 rows x 32 columns of f32. The map has rank 4: columns; rows 0 and 4 of four each;
+// these four; eights of rows. So row 8 a + 4 b + c of a box is row 8 a + 2 c + b in shared memory,
+// and the swizzle of 128 bytes puts what a half of a warp reads at once, 32 bytes of each of four
+// rows, into banks of their own. Rows of a matrix are a multiple of 16, and it begins at one of
+// `eights`.
 struct TwSumRows {
     const TwTensorMap* map;
     u32 eights;

@@ -5,8 +5,9 @@
 // loads (TMA). Blocks are clusters of two, whose tiles share an operand (order.cuh).
 //
 // Stages of shared memory go round between the loader and the multipliers:
-//   full[s]   completes when the bytes of A and B are there: one arrival, by the loader, which
-//             announces them. Half of the shared operand comes from the other block.
+//   full[s]   completes when the bytes of A and B, or of what is added to (sums.cuh), are there:
+//             one arrival, by the loader, which announces them. Half of the shared operand comes
+//             from the other block.
 // empty[s]  completes when both multipliers of both blocks are through with stage s: four arrivals
 //             (sums.cuh: of four each). The loader waits for it, since what it multicasts also
 //             overwrites the peer's stage.
@@ -127,7 +128,8 @@ __device__ __forceinline__ void tw_prefetch(const void* p, i64 ld, u32 row, u32 
 }
 
 // Brings the pre-activations that the epilogue of a tile reads to L2, under the tile's last
-// products: else the multipliers would wait for memory. What it adds to comes by tensor map.
+// products: else the multipliers would wait for memory. Not what it adds to: f32 mostly come by
+// tensor map; else, of short sums, the loader would have no time (docs/lab/grouped_gemm.md).
 template <class Tiles> __device__ __forceinline__ void tw_prefetch_epilogue(const Tiles& tiles) {
     const TwHopper& g = tiles.product();
     const u32 row = tiles.row(), col = tiles.col();
@@ -165,7 +167,8 @@ template <class Tiles> __device__ __forceinline__ void tw_load_tiles(Tiles& tile
 }
 
 // acc = the product of 64 rows of A and the tile's columns over `steps` stages: one warpgroup. `t`
-// becomes the number of the next tile, under the last products of this one; `owed` is as in sums.cuh.
+// becomes the number of the next tile, under the last products of this one; `owed` is as in
+// sums.cuh.
 __device__ __forceinline__ void tw_multiply_tile(float (&acc)[TW_HG_N / 2], TwStages& s, TwTickets& tickets, u32& t, u32 steps, u32 half, u32& owed) {
     const u32 thread = threadIdx.x % 128;
     for (u32 i = 0; i < steps; i++) {

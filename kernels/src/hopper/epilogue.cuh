@@ -35,8 +35,8 @@ struct TwHopper {
 // Columns of D, or of each of its halves, that a tile has; and whether k may be cut into parts.
 enum : u32 { TW_HG_WIDTH = TW_HG_EPI == TW_HG_SWIGLU ? TW_HG_N / 2 : TW_HG_N };
 enum : bool { TW_HG_IN_PARTS = TW_HG_EPI == TW_PLAIN && TW_HG_OUT == 2 };
-// Whether tiles may be added to an f32 D behind a tensor map (sums.cuh), and the flag that says so of
-// a launch without bias: beside those of gemm/activation.cuh and grouped_gemm/splits.cuh.
+// Whether tiles may be added to an f32 D behind a tensor map (sums.cuh), and the flag that says so
+// of a launch without bias: beside those of gemm/activation.cuh and grouped_gemm/splits.cuh.
 enum : bool { TW_HG_ADDS = TW_HG_EPI == TW_LINEAR && TW_HG_OUT == 2 };
 enum : u32 { TW_D_HAS_MAP = 4096 };
 static_assert(TW_HG_EPI == TW_PLAIN || TW_HG_WIDTH % 64 == 0, "no column is finished twice");

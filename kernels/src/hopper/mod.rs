@@ -34,8 +34,9 @@ pub const SUM_BOX: [usize; 4] = [2, 4, 2, 32];
 /// The flag of a launch whose map of D is one for such boxes.
 pub const D_HAS_MAP: u32 = 4096;
 
-/// The tensor that [`SUM_BOX`] is a box of, `rows` x `cols` f32 whose rows begin `ld` elements after
-/// each other: sizes, and elements from index to index of all dimensions but the last.
+/// The tensor that [`SUM_BOX`] is a box of, `rows` x `cols` f32 whose rows begin `ld` elements
+/// after each other: sizes, and elements from index to index of all dimensions but the last. The
+/// strides do not rise, as those of `TensorMapDesc::ragged` do not: no driver has minded.
 pub fn sum_rows([rows, cols]: [usize; 2], ld: usize) -> ([usize; 4], [usize; 3]) {
     ([rows / 8, 4, 2, cols], [8 * ld, ld, 4 * ld])
 }

@@ -7,7 +7,8 @@
 //   1, 1   tn: A [k, m], B [k, n]
 // Tensor maps of rank 3 (their outermost size is 1), swizzled by 128 bytes, boxes from the
 // innermost dimension on: A (64, 64); B (64, TW_HG_N / 2) if it is [n, k], else (64, 64); D (64,
-// 16), unless it is f32. The D of DSwiGLU is [2, m, n], whose halves lie side by side in a row.
+// 16), unless it is f32: with TW_D_HAS_MAP it has that of TwSumRows (boxes.cuh), else none. The D
+// of DSwiGLU is [2, m, n], whose halves lie side by side in a row.
 //
 // With TW_HG_IN_PARTS the contraction may be cut: D is `parts` matrices [m, n] then, the sums of
 // each part, which sm90_sum_parts.cu adds and finishes. Their `ldd` is n.

@@ -14,8 +14,9 @@
 // of 8. Tensor maps, swizzled by 128 bytes, boxes from the innermost dimension on: packed tensors
 // have ragged maps (TensorMapDesc::ragged), A with boxes (64, 64), B of wgrad (64, 64), D (64, 16);
 // others maps of rank 3, whose outermost index is the group: B (64, TW_HG_N / 2), or (64, 64) if it
-// is [k, n]; D of wgrad (64, 16). A D of f32 needs no map. Where each group has a tensor of its
-// own, `maps` has one of its weights, or of its gradient, with an outermost dimension of 1, and
+// is [k, n]; D of wgrad (64, 16). A D of f32 needs no map, but for gradients that are added to with
+// TW_D_HAS_MAP: that of TwSumRows (boxes.cuh), of the rows of all groups. Where each group has a
+// tensor of its own, `maps` has one of its weights, or of its gradient, of one group, and
 // `addresses` says where the gradients are.
 //
 // Launch: an even number of blocks, at most one for each multiprocessor, in clusters of two; 384

@@ -1,5 +1,5 @@
-// The stages of shared memory that go round between the loader and the multipliers (core.cuh says who
-// waits for what).
+// The stages of shared memory that go round between the loader and the multipliers (core.cuh says
+// who waits for what).
 
 #pragma once
 
@@ -32,7 +32,8 @@ struct TwStages {
         while (!mbarrier_try_wait_parity(empty + stage, parity ^ 1)) {
         }
     }
-    // The box number `i` of a warp, where a stage holds what is added to: 16 rows x 32 columns of f32.
+    // The box number `i` of a warp, where a stage holds what is added to: 16 rows x 32 columns of
+    // f32.
     __device__ __forceinline__ u8* sums(u32 i, u32 warp) const {
         return (i == 0 ? a() : b() + (i - 1) * (8 * TW_HG_SUMS_BYTES)) + warp * TW_HG_SUMS_BYTES;
     }

@@ -1,10 +1,10 @@
 // D of f32 that is added to: D += A B, by tensor map.
 //
-// What D holds comes through the stages behind those of the tile's product, so that it is on its way
-// under the last products, and the next tile's stages follow it. Each warp adds its 16 rows in place,
-// 32 columns at a time, and stores them from there. The stage is free when all stores of both
-// blocks' warps have read it: one lane of each warp arrives at both blocks, where of a multiplied
-// stage one warpgroup's thread arrives for four warps.
+// What D holds comes through the stages behind those of the tile's product, so that it is on its
+// way under the last products, and the next tile's stages follow it. Each warp adds its 16 rows in
+// place, 32 columns at a time, and stores them from there. The stage is free when all stores of
+// both blocks' warps have read it: one lane of each warp arrives at both blocks, where of a
+// multiplied stage one warpgroup's thread arrives for four warps.
 //
 // A warp gives a stage back when it has added the next one, and the last one of a tile under the
 // first products of the next tile: until then the loader has at least one other stage that is free,
@@ -18,7 +18,7 @@
 
 // Arrivals of a warpgroup at each block's `empty`, for every stage.
 enum : u32 { TW_HG_RELEASES = TW_HG_ADDS ? 4 : 1 };
-static_assert(!TW_HG_ADDS || TW_HG_N % 32 == 0, "whole boxes");
+static_assert(!TW_HG_ADDS || (TW_HG_N % 32 == 0 && TW_HG_STAGES > 1), "whole boxes; a stage beside the owed one");
 
 // Loads what D holds of the tile at (row, col): the loader. `Rows`: TwSumRows.
 template <class Rows>
@@ -36,8 +36,8 @@ __device__ __forceinline__ void tw_load_sums(const Rows& d, TwStages& s, u32 row
     }
 }
 
-// Adds what D holds to a warp's sums, and stores them: rows from `row` on. `owed`: the stage that this
-// warp has not given back, TW_HG_STAGES if none.
+// Adds what D holds to a warp's sums, and stores them: rows from `row` on. `owed`: the stage that
+// this warp has not given back, TW_HG_STAGES if none.
 template <class Rows>
 __device__ __forceinline__ void tw_add_sums(const float (&acc)[TW_HG_N / 2], const Rows& d, TwStages& s, u32 rows, u32 row, u32 col, u32& owed) {
     const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;

@@ -46,8 +46,8 @@ enum : u32 {
     TW_HG_AT_BARRIERS = TW_HG_AT_D + 8 * TW_HG_BUFFERS * TW_HG_BUFFER_BYTES,
     // Barriers: two for each stage, and two and a word for the numbers of tiles.
     TW_HG_BYTES = TW_HG_AT_BARRIERS + 16 * TW_HG_STAGES + 32,
-    // What a tile is added to, by map: boxes of 16 rows x 32 columns of f32. A stage has so many for
-    // each of 8 warps, and a tile so many stages.
+    // What a tile is added to, by map: boxes of 16 rows x 32 columns of f32. A stage has so many
+    // for each of 8 warps, and a tile so many stages.
     TW_HG_SUMS_BYTES = 16 * 32 * 4,
     TW_HG_SUMS = (TW_HG_A_BYTES + TW_HG_B_BYTES) / (8 * TW_HG_SUMS_BYTES),
     TW_HG_SUMS_STAGES = (TW_HG_N / 32 + TW_HG_SUMS - 1) / TW_HG_SUMS,
