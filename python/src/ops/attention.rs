@@ -6,7 +6,7 @@ use pyo3::prelude::*;
 use tilewire::device::Device;
 use tilewire::ops::attention::{
     AttentionDesc, AttentionPlan, AttnGrads, AttnInputs, AttnMask, AttnOffsets, AttnOut, AttnSaved,
-    BiasShape, Dropout, FEW_QUERIES, HeadScales, Sequences,
+    BiasShape, Dropout, FEW_QUERIES, HeadScales, LONG_QUERIES, Sequences,
 };
 use tilewire::ops::collective::ReduceOp;
 use tilewire::ops::cp_attention::{CpAttentionDesc, CpAttentionPlan, CpConfig, Layout, Strategy};
@@ -357,6 +357,9 @@ fn local_plan(
     desc: AttentionDesc,
     (stream, order): (&Stream, Order),
 ) -> Result<Arc<AttentionPlan>> {
+    // Both passes share a plan where it has no sums.
+    let short = desc.sequences.tokens_q < LONG_QUERIES;
+    let order = if order == Order::Forward && short { Order::Fixed } else { order };
     local::plan(LocalKey::Attention(AttnKey::of(&desc), order), &place.device, stream, || {
         let plan = order.plan(desc)?;
         plan.prepare(stream).map(|()| plan)

@@ -22,7 +22,8 @@ pub(super) fn measure(clock: &Clock<'_>, m: &Model) -> Result<Vec<Times>> {
     let global = &plan.desc().attn;
     let sequences = seen(&plan.rows_q(None), &global.sequences)?;
     let desc = AttentionDesc { sequences: sequences.clone(), ..global.clone() };
-    let local = AttentionPlan::new(desc, Some(plan.config()?.tiles))?;
+    // By as many kernels as the plan of several ranks has: what is measured is the communication.
+    let local = AttentionPlan::new(desc, Some(plan.config()?.tiles))?.without_fused_backward();
     local.prepare(s)?;
 
     let rows = comm.rows.attn.len();

@@ -32,6 +32,10 @@ pub enum AttnBackend {
     Hopper,
 }
 
+/// Queries of a sequence, on average, from which on one kernel makes all gradients on sm_90a where
+/// it can: it is faster than two there (docs/lab/attention.md).
+pub const LONG_QUERIES: usize = 4096;
+
 /// The kernels of sm_90a that make the gradients of local attention.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Fusion {

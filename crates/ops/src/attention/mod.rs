@@ -25,8 +25,9 @@
 //! (Dao et al., FlashAttention, 2022), and the backward pass from `lse` and `delta = <d_out, out>`.
 //! The order of tiles depends on shapes alone: equal inputs give equal bits. Where a plan chooses
 //! the kernel of FP8 it depends on whether all addresses are multiples of 16, too. Where all
-//! sequences have few queries ([`FEW_QUERIES`]) it depends on all sequences of the launch, on those
-//! of the plan and on the device's multiprocessors, too.
+//! sequences have few queries ([`FEW_QUERIES`]), and for gradients of long ones ([`LONG_QUERIES`]),
+//! it depends on all sequences of the launch, on those of the plan, on whether they are offsets in
+//! device memory, and on the device's multiprocessors, too.
 //!
 //! # Where
 //! | | |
@@ -34,6 +35,7 @@
 //! | kernel | `kernels/src/attention/sm80_attention.cu` |
 //! |  | `kernels/src/attention/sm90_attention.cu` |
 //! |  | `kernels/src/attention/sm90_attention_bwd.cu` |
+//! |  | `kernels/src/attention/sm90_attention_grads.cu` |
 //! |  | `kernels/src/attention/sm90_attention_fp8.cu` |
 //! |  | `kernels/src/attention/sm80_attention_split.cu` |
 //! |  | `kernels/src/attention/plain_attention.cu` |
@@ -56,7 +58,7 @@ pub(crate) mod table;
 #[cfg(test)]
 mod tests;
 
-pub use backend::AttnBackend;
+pub use backend::{AttnBackend, LONG_QUERIES};
 pub(crate) use desc::bound;
 pub use desc::{AttentionDesc, AttnMask, BiasShape, Dropout, HeadScales};
 pub(crate) use host::{Grads, Upstream, rows_first};

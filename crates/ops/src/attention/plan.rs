@@ -62,16 +62,16 @@ impl AttentionPlan {
         Ok(Self { desc, config, backend, fusion: Fusion::OrderedIfFaster, ready, refused })
     }
 
-    /// Makes dq, dk and dv of every launch by one kernel of five products, in place of two of seven:
-    /// on sm_90a, for heads of 128, bf16 or f16 with gradients of the same type, a positive scale,
-    /// no softcap, bias or dropout. Gradients have the same bits in every run, and others than those
-    /// of two kernels. The sums of dq take 512 bytes for each query and head, which plans share.
-    /// Call before [`AttentionPlan::prepare`], which fails with `Unsupported` where there is no such
-    /// kernel; the host has one algorithm anyway.
+    /// Makes dq, dk and dv of every launch by one kernel of five products, in place of two of
+    /// seven: on sm_90a, for heads of 128, bf16 or f16 with gradients of the same type, a positive
+    /// scale, no softcap, bias or dropout. Gradients have the same bits in every run, and others
+    /// than those of two kernels. The sums of dq take 512 bytes for each query and head, which
+    /// plans share. Call before [`AttentionPlan::prepare`], which fails with `Unsupported` where
+    /// there is no such kernel; the host has one algorithm anyway.
     ///
     /// Without a call, launches take that kernel which it is faster for: without a window, with
     /// sequences on the host of 4096 queries on average and more, and so many keys and heads that
-    /// two tiles of 128 are there for nearly each multiprocessor (on an H200 1.09 to 1.23 times the
+    /// two tiles of 128 are there for nearly each multiprocessor (on an H200 1.08 to 1.23 times the
     /// rate of two kernels; docs/lab/attention.md). A plan of as many rows has the sums beside its
     /// workspace.
     #[must_use]

@@ -36,8 +36,8 @@ pub(crate) fn too_few_sms(ctx: &CudaContext) -> Result<Option<String>> {
 /// take most.
 const SM90_SHARED_BYTES: u32 = 227 << 10;
 
-/// The tensor map by which the core for sm_90a adds to f32, rows of which are `ld` elements apart: see
-/// `hopper::fits_sum_rows` of the kernels.
+/// The tensor map by which the core for sm_90a adds to f32, rows of which are `ld` elements apart:
+/// see `hopper::fits_sum_rows` of the kernels.
 pub(crate) fn map_of_sums(size: [usize; 2], ld: usize) -> TensorMapDesc {
     let (shape, strides) = sum_rows(size, ld);
     TensorMapDesc {

@@ -3,7 +3,7 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use tilewire_core::Result;
+use tilewire_core::{ErrorKind, Result};
 use tilewire_device::Tensor;
 use tilewire_device::cuda::{CudaContext, CudaStream};
 use tilewire_kernels::abi::TwAttn;
@@ -12,7 +12,7 @@ use tilewire_kernels::attention::hopper::TILE_M;
 use super::hopper_fp8::count_blocks;
 use super::queue::{Kernels, Prepared, Sides, inputs, inputs_bwd, param, param_bwd};
 use super::space::{Space, Sums};
-use crate::attention::backend::Fusion;
+use crate::attention::backend::{Fusion, LONG_QUERIES};
 use crate::attention::launch::Given;
 use crate::attention::table::whole;
 use crate::attention::{AttentionDesc, AttnBackend, AttnGrads, AttnOut, AttnSaved, Sequences};
@@ -29,18 +29,14 @@ pub(crate) struct Local {
     if_long: Option<u32>,
 }
 
-/// Queries of a sequence, on average, from which on one kernel is faster than two
-/// (docs/lab/attention.md).
-const LONG: usize = 4096;
-
-/// Returns whether the sequences of a launch are [`LONG`], and their keys tiles for all
+/// Returns whether the sequences of a launch are [long](LONG_QUERIES), and their keys tiles for all
 /// multiprocessors nearly twice: a block of the one kernel has a tile with all its queries, which
 /// it is slower for than two kernels where there are few. Sequences that nobody knows yet are not.
 fn are_long(s: &Sequences, heads_kv: usize, num_sms: u32) -> bool {
     let lens = s.q.iter().map(Range::len).filter(|n| *n > 0);
     let (num, rows) = lens.fold((0, 0), |(num, rows), n| (num + 1, rows + n));
     let tiles: usize = s.kv.iter().map(|kv| kv.len().div_ceil(TILE_M)).sum();
-    num > 0 && rows >= LONG * num && fill(tiles * heads_kv, num_sms)
+    num > 0 && rows >= LONG_QUERIES * num && fill(tiles * heads_kv, num_sms)
 }
 
 /// Returns whether so many tiles are nearly two for each multiprocessor.
@@ -51,7 +47,7 @@ fn fill(tiles: usize, num_sms: u32) -> bool {
 /// Returns whether a plan may have launches that one kernel is faster for.
 fn may_be_long(d: &AttentionDesc, num_sms: u32) -> bool {
     let tiles = d.sequences.tokens_kv.div_ceil(TILE_M) * d.heads_kv;
-    d.sequences.tokens_q >= LONG && d.mask.left.is_none() && fill(tiles, num_sms)
+    d.sequences.tokens_q >= LONG_QUERIES && d.mask.left.is_none() && fill(tiles, num_sms)
 }
 
 impl Local {
@@ -74,7 +70,7 @@ impl Local {
                 Err(e) if e.is_unsupported() => {}
                 r => {
                     r?;
-                    kernels.backward.name += &format!(", of {LONG} queries and more");
+                    kernels.backward.name += &format!(", of {LONG_QUERIES} queries and more");
                 }
             },
             None => kernels.fuse(ctx, d, unordered)?,
@@ -91,7 +87,11 @@ impl Local {
     /// Gives `stream` a workspace of its own.
     pub fn prepare(&self, stream: &CudaStream) -> Result<()> {
         self.spaces.prepare(stream)?;
-        self.sums.as_ref().map_or(Ok(()), |s| s.prepare(stream))
+        let made = self.sums.as_ref().map_or(Ok(()), |s| s.prepare(stream));
+        made.map_err(|e| match e.kind() {
+            ErrorKind::Exhausted => e.hint("`without_fused_backward` needs no sums of dq"),
+            _ => e,
+        })
     }
 
     /// Returns how it is computed, in words.

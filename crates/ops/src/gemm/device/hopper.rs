@@ -354,7 +354,29 @@ fn unaligned(name: &str, unit: usize) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::common::Bias;
     use crate::gemm::Epilogue as Wanted;
+
+    #[test]
+    fn f32_whose_rows_fill_boxes_are_added_to_by_map() {
+        let all = Variant::all();
+        let v = all.iter().find(|v| v.out_f32 && v.epilogue == Epilogue::Linear).unwrap();
+        let of = |v: &Variant, [m, n, ld]: [usize; 3], addr, bias| {
+            let d = Matrix::new(addr, ld);
+            let (a, mut of_bias) = (Matrix::default(), Bias::default());
+            of_bias.addr = bias;
+            let p =
+                Product { shape: (m, n, 64), a, b: a, d, bias: of_bias, aux: a, accumulate: true };
+            adds_by_map(v, &p) && !adds_by_map(v, &Product { accumulate: false, ..p })
+        };
+        assert!(of(v, [144, 264, 264], 0, 0) && of(v, [16, 4, 8], 1 << 20, 0));
+        for bad in [[136, 264, 264], [144, 266, 268], [144, 264, 266], [0, 264, 264]] {
+            assert!(!of(v, bad, 0, 0), "{bad:?}");
+        }
+        assert!(!of(v, [144, 264, 264], 8, 0) && !of(v, [144, 264, 264], 0, 16));
+        let other = all.iter().find(|v| !v.out_f32 && v.epilogue == Epilogue::Linear).unwrap();
+        assert!(!of(other, [144, 264, 264], 0, 0));
+    }
 
     #[test]
     fn what_the_core_is_not_asked_for_has_a_reason() {

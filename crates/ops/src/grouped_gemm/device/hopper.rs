@@ -463,6 +463,12 @@ mod tests {
     }
 
     #[test]
+    fn gradients_whose_rows_fill_boxes_are_added_to_by_map() {
+        let of = |n, addr| adds_by_map(&GroupedDesc::new(4, 100, n, 72, DType::BF16), addr);
+        assert!(of(64, 0) && of(16, 1 << 20) && !of(72, 0) && !of(64, 8));
+    }
+
+    #[test]
     fn few_tiles_are_narrow() {
         let d = |groups, capacity, n, k| GroupedDesc::new(groups, capacity, n, k, DType::BF16);
         let large = d(32, 32768, 4096, 7168);
