@@ -140,15 +140,14 @@ struct Ran {
 /// run by their own account.
 fn judged(text: &str, ended_well: bool, not_run: &BTreeMap<String, String>) -> (Outcome, String) {
     let mut o = Outcome::default();
-    let (mut said, mut why) = (Vec::new(), false);
+    let (mut said, mut output) = (Vec::new(), false);
     let mut failed = BTreeSet::new();
     for line in text.lines() {
-        let panicked = line.contains("panicked at");
-        if why || panicked || line.ends_with("FAILED") || line.starts_with("---- ") {
+        // The output of each failed test is behind those of all tests, under its name.
+        output = (output || line.starts_with("---- ")) && line != "failures:";
+        if output || line.contains("panicked at") || line.ends_with("FAILED") {
             said.push(line);
         }
-        // The line after it says what the panic said.
-        why = panicked;
         match line.strip_prefix("test ").and_then(|l| l.split_once(" ... ")) {
             Some((_, result)) if result.starts_with("ignored") => {
                 let reason = result.trim_start_matches("ignored").trim_start_matches(", ");
@@ -386,6 +385,9 @@ mod tests {
         let (o, said) = judged(SAID, false, &none);
         assert_eq!((o.passed, o.failed, &*o.skipped.text()), (2, 1, "1: run by a"));
         assert!(said.contains("test c ... FAILED"), "{said}");
+        let output = "failures:\n\n---- c stdout ----\nrow 1\npanicked at x.rs:\n1 of 2\n\nfailures:\n    c\n";
+        let (_, said) = judged(&format!("{SAID}{output}"), false, &none);
+        assert!(said.ends_with("row 1\npanicked at x.rs:\n1 of 2\n"), "{said}");
         // Twice by one test is once, and a test of another binary is none of this one.
         let notes = not_run("x-1\tb\tno GPU\nx-1\tb\tno NCCL\ny-2\ta\tno GPU\n");
         let (o, _) = judged(SAID, false, &notes["x-1"]);
