@@ -11,7 +11,7 @@ use bytemuck::{Pod, Zeroable};
 use crate::attention::hopper::FEW;
 use crate::attention::hopper_gates::GATES;
 use crate::attention::split::SPLIT_FEW;
-use crate::attention::{REFUSED, TABLE};
+use crate::attention::{PARTS, REFUSED, TABLE};
 pub use crate::layout::{Field, Layout};
 use crate::portable::{COLLECTIVE_RANKS, MOVE_SEGMENTS};
 
@@ -357,12 +357,14 @@ abi! {
     /// Segments that `tw_attn_table` writes to device memory.
     "attention/segments.cuh" TwTable { to: u64, num: u32, pad: u32, segs: [TwSeg; TABLE], }
 
+    /// Rows that are neighbours in the global tensors and in those of a launch.
+    "attention/sequences.cu" TwShard { global: u32, row: u32, len: u32, }
+
     /// Rows of one side, by offsets in device memory.
     "attention/sequences.cu" TwOffsets {
-        cu: u64,
-        at: u64,
-        table: u64,
-        tokens: u32, tile: u32, extra: u32, longest: u32,
+        cu: u64, at: u64, table: u64,
+        tokens: u32, tile: u32, segs: u32, longest: u32, num_parts: u32, pad: u32,
+        parts: [TwShard; PARTS],
     }
 
     /// Tables that are made of offsets.

@@ -52,6 +52,8 @@ pub const SEQUENCES: Source = Source {
 
 /// Threads of `tw_attn_sequences`.
 pub const SEQUENCES_THREADS: u32 = 256;
+/// Most parts of the rows of one side, for `attention/sequences.cu`.
+pub const PARTS: usize = 64;
 /// Results that one launch of `tw_attn_refuse` fills.
 pub const REFUSED: usize = 5;
 

@@ -1,13 +1,15 @@
 // Tables of segments from offsets in device memory: a captured launch follows documents that
 // change. The kernels of attention read these tables as those that a launch contains.
 //
-// A table has two segments for each sequence, its rows and the rows behind it that belong to none,
-// and `extra` ones without rows. The grid of attention is fixed when its launch is queued: it has
-// as many tiles as any offsets need. Each tile that these offsets do not need finds an extra
-// segment, which has its number, and with it no row to compute.
+// Each side of a launch has some parts of the rows of the global tensors, in the order in which
+// sums take them: one part, all rows, where attention is of one rank. A table has a segment for
+// each part of each sequence, and of the rows behind it that belong to none; behind these come
+// segments without rows. The grid of attention is fixed when its launch is queued: it has as many
+// tiles as any offsets need. Each tile that these offsets do not need finds a segment without rows,
+// which has its number, and with it no row to compute.
 //
 // Offsets that cannot be used are marked, for this launch and for the plan. Their tables have one
-// segment, all rows, of no sequence: nothing reads or writes outside of the tensors.
+// segment for each part, of no sequence: nothing reads or writes outside of the tensors.
 // `tw_attn_refuse` then fills the results with NaN.
 //
 // Launch: tw_attn_sequences has 1 block of TW_SEQUENCES_THREADS threads. tw_attn_refuse has any
@@ -15,17 +17,25 @@
 
 #include "segments.cuh"
 
-enum : u32 { TW_SEQUENCES_THREADS = 256 };
+enum : u32 { TW_SEQUENCES_THREADS = 256, TW_PARTS = 64 };
+
+// Rows that are neighbours in the global tensors and in those of a launch.
+struct TwShard {
+    u32 global, row;  // the first row in each
+    u32 len;
+};
 
 // Where the rows of one side lie.
 struct TwOffsets {
     const int* cu;  // [num + 1]: rows of all sequences before each, without padding
     const int* at;  // [num + 1]: first row of each, with padding; `cu` where there is none
-    TwSeg* table;   // [2 num + extra]
-    u32 tokens;     // rows of the tensors
+    TwSeg* table;   // [segs]
+    u32 tokens;     // rows of the global tensors
     u32 tile;       // rows of a tile
-    u32 extra;      // segments without rows
+    u32 segs;       // twice as many as any offsets need
     u32 longest;    // most rows of a sequence
+    u32 num_parts, pad;
+    TwShard parts[TW_PARTS];  // apart from each other
 };
 
 struct TwSequences {
@@ -36,14 +46,20 @@ struct TwSequences {
     u32 pad;
 };
 
-// The rows of sequence `s`, and of those behind it that belong to none.
+// Rows of the global tensors.
 struct TwSpan {
-    u32 row, len, behind;
+    u32 first, end;
 };
 
-__device__ __forceinline__ TwSpan tw_span(const TwOffsets& o, u32 s, u32 num) {
-    const int row = o.at[s], len = o.cu[s + 1] - o.cu[s], next = s + 1 < num ? o.at[s + 1] : (int)o.tokens;
-    return {(u32)row, (u32)len, (u32)(next - row - len)};
+// The rows of sequence `s`.
+__device__ __forceinline__ TwSpan tw_span(const TwOffsets& o, u32 s) {
+    const u32 first = (u32)o.at[s];
+    return {first, first + (u32)(o.cu[s + 1] - o.cu[s])};
+}
+
+// The rows behind those of sequence `s` that belong to none.
+__device__ __forceinline__ TwSpan tw_behind(const TwOffsets& o, u32 s, u32 num) {
+    return {tw_span(o, s).end, s + 1 < num ? (u32)o.at[s + 1] : o.tokens};
 }
 
 // Whether the offsets of sequence `s` can be used if those before it can.
@@ -53,26 +69,56 @@ __device__ __forceinline__ bool tw_usable(const TwOffsets& o, u32 s) {
     return len >= 0 && len <= space && o.at[s + 1] <= (i64)o.tokens && len <= (i64)o.longest;
 }
 
-__device__ __forceinline__ u32 tw_tiles(u32 rows, u32 tile) {
-    return rows / tile + (rows % tile != 0 ? 1 : 0);
-}
+// Segments, and their tiles.
+struct TwCount {
+    u32 segs, tiles;
+};
 
-// Writes the segments of sequences from..to; `tile` tiles are before them. Sequence s of the other
-// side is segment 2 s of its table.
-__device__ __forceinline__ void tw_write(const TwSequences& p, const TwOffsets& o, u32 from, u32 to, u32 tile) {
-    for (u32 s = from; s < to; s++) {
-        const TwSpan x = tw_span(o, s, p.num);
-        const int shift = (int)tw_span(p.kv, s, p.num).len - (int)tw_span(p.q, s, p.num).len;
-        o.table[2 * s] = {x.row, x.len, 0, x.row, tile, 2 * s, 2 * s + 1, shift};
-        tile += tw_tiles(x.len, o.tile);
-        const u32 end = x.row + x.len;
-        o.table[2 * s + 1] = {end, x.behind, 0, end, tile, 0, 0, TW_ATTN_GAP};
-        tile += tw_tiles(x.behind, o.tile);
+// Calls `f` with each part of the rows `span`.
+template <class F> __device__ __forceinline__ void tw_parts(const TwOffsets& o, TwSpan span, F f) {
+    for (u32 i = 0; i < o.num_parts; i++) {
+        const TwShard part = o.parts[i];
+        const u32 from = max(span.first, part.global), to = min(span.end, part.global + part.len);
+        if (from < to) f(TwShard{from, part.row + (from - part.global), to - from});
     }
 }
 
+__device__ __forceinline__ void tw_add(const TwOffsets& o, u32 rows, TwCount& n) {
+    n.segs++, n.tiles += rows / o.tile + (rows % o.tile != 0 ? 1 : 0);
+}
+
+// Counts the segments of the rows `span`.
+__device__ __forceinline__ void tw_count(const TwOffsets& o, TwSpan span, TwCount& n) {
+    tw_parts(o, span, [&](const TwShard& part) { tw_add(o, part.len, n); });
+}
+
+// Writes the segments of the rows `span` behind `n` others. Those of a sequence meet the segments
+// `other` of the other side.
+__device__ __forceinline__ void tw_write(const TwOffsets& o, TwSpan span, TwCount& n, TwSpan other, int shift) {
+    tw_parts(o, span, [&](const TwShard& part) {
+        const u32 pos = shift == TW_ATTN_GAP ? 0 : part.global - span.first;
+        o.table[n.segs] = {part.row, part.len, pos, part.global, n.tiles, other.first, other.end, shift};
+        tw_add(o, part.len, n);
+    });
+}
+
+// Writes the segments of sequence `s` of both sides, and of the rows behind it.
+__device__ __forceinline__ void tw_sequence(const TwSequences& p, u32 s, TwCount& q, TwCount& kv) {
+    const TwSpan of_q = tw_span(p.q, s), of_kv = tw_span(p.kv, s);
+    const int shift = (int)(of_kv.end - of_kv.first) - (int)(of_q.end - of_q.first);
+    TwCount q_end = q, kv_end = kv;
+    tw_count(p.q, of_q, q_end);
+    tw_count(p.kv, of_kv, kv_end);
+    const TwSpan qs = {q.segs, q_end.segs}, kvs = {kv.segs, kv_end.segs};
+    tw_write(p.q, of_q, q, kvs, shift);
+    tw_write(p.kv, of_kv, kv, qs, shift);
+    tw_write(p.q, tw_behind(p.q, s, p.num), q, {0, 0}, TW_ATTN_GAP);
+    tw_write(p.kv, tw_behind(p.kv, s, p.num), kv, {0, 0}, TW_ATTN_GAP);
+}
+
 extern "C" __global__ void __launch_bounds__(TW_SEQUENCES_THREADS) tw_attn_sequences(const __grid_constant__ TwSequences p) {
-    __shared__ u32 sums[2][TW_SEQUENCES_THREADS];
+    // Segments and tiles of queries, then those of keys.
+    __shared__ u32 sums[4][TW_SEQUENCES_THREADS];
     __shared__ u32 refused;
     const u32 i = threadIdx.x;
     if (i == 0) refused = 0;
@@ -88,34 +134,39 @@ extern "C" __global__ void __launch_bounds__(TW_SEQUENCES_THREADS) tw_attn_seque
         *p.refused = bad;
         if (bad != 0) *p.any = 1;
     }
+    TwCount all[2];
     for (u32 side = 0; side < 2; side++) {
         const TwOffsets& o = side == 0 ? p.q : p.kv;
-        u32 tiles = 0;
+        TwCount n = {0, 0};
         for (u32 s = from; s < to && bad == 0; s++) {
-            const TwSpan x = tw_span(o, s, p.num);
-            tiles += tw_tiles(x.len, o.tile) + tw_tiles(x.behind, o.tile);
+            tw_count(o, tw_span(o, s), n);
+            tw_count(o, tw_behind(o, s, p.num), n);
         }
-        sums[side][i] = tiles;
+        sums[2 * side][i] = n.segs, sums[2 * side + 1][i] = n.tiles;
+        all[side] = {0, 0};
+        if (bad != 0 && i == 0) tw_write(o, {0, o.tokens}, all[side], {0, 0}, TW_ATTN_GAP);
+        else if (bad != 0) tw_count(o, {0, o.tokens}, all[side]);
     }
     __syncthreads();
     // Sums over all threads up to each.
     for (u32 by = 1; by < TW_SEQUENCES_THREADS; by *= 2) {
-        const u32 q = i >= by ? sums[0][i - by] : 0, kv = i >= by ? sums[1][i - by] : 0;
+        u32 before[4];
+        for (u32 n = 0; n < 4; n++) before[n] = i >= by ? sums[n][i - by] : 0;
         __syncthreads();
-        sums[0][i] += q, sums[1][i] += kv;
+        for (u32 n = 0; n < 4; n++) sums[n][i] += before[n];
         __syncthreads();
+    }
+    if (bad == 0) {
+        TwCount q = {0, 0}, kv = {0, 0};
+        if (i != 0) q = {sums[0][i - 1], sums[1][i - 1]}, kv = {sums[2][i - 1], sums[3][i - 1]};
+        for (u32 s = from; s < to; s++) tw_sequence(p, s, q, kv);
+        const u32 last = TW_SEQUENCES_THREADS - 1;
+        all[0] = {sums[0][last], sums[1][last]}, all[1] = {sums[2][last], sums[3][last]};
     }
     for (u32 side = 0; side < 2; side++) {
         const TwOffsets& o = side == 0 ? p.q : p.kv;
-        const u32 all = bad != 0 ? tw_tiles(o.tokens, o.tile) : sums[side][TW_SEQUENCES_THREADS - 1];
-        if (bad == 0) {
-            tw_write(p, o, from, to, i == 0 ? 0 : sums[side][i - 1]);
-        } else {
-            for (u32 n = i; n < 2 * p.num; n += TW_SEQUENCES_THREADS)
-                o.table[n] = {0, n == 0 ? o.tokens : 0, 0, 0, n == 0 ? 0 : all, 0, 0, TW_ATTN_GAP};
-        }
-        for (u32 n = i; n < o.extra; n += TW_SEQUENCES_THREADS)
-            o.table[2 * p.num + n] = {0, 0, 0, 0, all + n, 0, 0, TW_ATTN_GAP};
+        for (u32 n = all[side].segs + i; n < o.segs; n += TW_SEQUENCES_THREADS)
+            o.table[n] = {0, 0, 0, 0, all[side].tiles + (n - all[side].segs), 0, 0, TW_ATTN_GAP};
     }
 }
 

@@ -3,9 +3,10 @@
 
 use std::sync::LazyLock;
 
+use bytemuck::Zeroable;
 use tilewire_core::Rng;
-use tilewire_kernels::abi::{TwOffsets, TwRefuse, TwSeg, TwSequences};
-use tilewire_kernels::attention::{REFUSED, SEQUENCES, SEQUENCES_THREADS};
+use tilewire_kernels::abi::{TwOffsets, TwRefuse, TwSeg, TwSequences, TwShard};
+use tilewire_kernels::attention::{PARTS, REFUSED, SEQUENCES, SEQUENCES_THREADS};
 
 use crate::compile::Unit;
 use crate::host::{Lib, RUNTIME};
@@ -40,13 +41,15 @@ struct Side {
     tokens: u32,
     tile: u32,
     longest: u32,
+    /// Rows of the tensors, among all; none for all of them.
+    parts: Option<Vec<TwShard>>,
 }
 
 impl Side {
     fn packed(lens: &[i32], tail: i32, tile: u32) -> Self {
         let cu = sums(lens);
         let tokens = (cu[lens.len()] + tail) as u32;
-        Self { cu, at: None, tokens, tile, longest: u32::MAX }
+        Self { cu, at: None, tokens, tile, longest: u32::MAX, parts: None }
     }
 
     fn padded(lens: &[i32], gaps: &[i32], tail: i32, tile: u32) -> Self {
@@ -59,13 +62,44 @@ impl Side {
         self.cu.len() - 1
     }
 
-    /// Segments without rows, and the tiles of a launch: as the host computes them.
-    fn extra(&self) -> usize {
-        if self.at.is_some() { 2 * self.num() } else { self.num() + 1 }
+    /// The rows of `chunks` of as many equal chunks as `of`, in this order; the tensors have them
+    /// in the order of `places`.
+    fn divided(self, chunks: &[usize], places: &[usize], of: usize) -> Self {
+        let at = |c: usize| (c * self.tokens as usize / of) as u32;
+        let len = |c: usize| at(c + 1) - at(c);
+        let part = |c: &usize| {
+            let before = places.iter().take_while(|p| *p != c);
+            TwShard { global: at(*c), row: before.map(|p| len(*p)).sum(), len: len(*c) }
+        };
+        Self { parts: Some(chunks.iter().map(part).collect()), ..self }
+    }
+
+    fn parts(&self) -> Vec<TwShard> {
+        let whole = || vec![TwShard { global: 0, row: 0, len: self.tokens }];
+        self.parts.clone().unwrap_or_else(whole)
+    }
+
+    fn num_rows(&self) -> u32 {
+        self.parts().iter().map(|p| p.len).sum()
+    }
+
+    /// The most segments with rows, and the tiles of a launch: as the host computes them.
+    fn most(&self) -> usize {
+        let runs = if self.at.is_some() { 2 * self.num() } else { self.num() + 1 };
+        runs + self.parts().len() - 1
     }
 
     fn tiles(&self) -> u32 {
-        self.tokens / self.tile + self.extra() as u32
+        self.num_rows() / self.tile + self.most() as u32
+    }
+
+    /// The global row of each of the tensors, in the order of the parts.
+    fn rows(&self) -> Vec<(u32, u32)> {
+        let of = |p: &TwShard| {
+            let p = *p;
+            (0..p.len).map(move |i| (p.row + i, p.global + i))
+        };
+        self.parts().iter().flat_map(of).collect()
     }
 
     fn row(&self, s: usize) -> i32 {
@@ -113,17 +147,24 @@ fn run(lib: &'static Lib, sides: [&Side; 2], status: [u32; 2]) -> Made {
     });
     let cu = sides.map(|s| of("cu", &s.cu));
     let at = sides.map(|s| s.at.as_ref().map(|at| of("at", at)));
-    let tables =
-        sides.map(|s| Memory::new("table", ANY, (2 * s.num() + s.extra()) * size_of::<TwSeg>()));
+    let tables = sides.map(|s| Memory::new("table", ANY, 2 * s.most() * size_of::<TwSeg>()));
     tables.iter().for_each(|t| t.write(&vec![0xA5u8; t.len_bytes()]));
+    let parts = |i: usize| {
+        let (mut all, given) = ([TwShard::zeroed(); PARTS], sides[i].parts());
+        all[..given.len()].copy_from_slice(&given);
+        (all, given.len() as u32)
+    };
     let offsets = |i: usize| TwOffsets {
         cu: cu[i].addr(),
         at: at[i].as_ref().unwrap_or(&cu[i]).addr(),
         table: tables[i].addr(),
         tokens: sides[i].tokens,
         tile: sides[i].tile,
-        extra: sides[i].extra() as u32,
+        segs: 2 * sides[i].most() as u32,
         longest: sides[i].longest,
+        num_parts: parts(i).1,
+        pad: 0,
+        parts: parts(i).0,
     };
     let num = sides[0].num() as u32;
     let [any, refused] = words.each_ref().map(Memory::addr);
@@ -138,7 +179,7 @@ fn run(lib: &'static Lib, sides: [&Side; 2], status: [u32; 2]) -> Made {
 
 /// The rows of all tiles of a launch, with their segments, as `tw_own` finds these.
 fn rows(side: &Side, table: &[TwSeg]) -> Vec<Option<TwSeg>> {
-    let mut found = vec![None; side.tokens as usize];
+    let mut found = vec![None; side.num_rows() as usize];
     assert!(table.windows(2).all(|w| w[0].tile <= w[1].tile), "tiles ascend");
     for t in 0..side.tiles() {
         let seg = table[table.partition_point(|s| s.tile <= t) - 1];
@@ -158,19 +199,25 @@ fn check(lib: &'static Lib, sides: [&Side; 2]) {
     assert_eq!(made.status, [0, 0], "{sides:?}");
     for (i, side) in sides.into_iter().enumerate() {
         let other = sides[1 - i];
-        for (row, seg) in rows(side, &made.tables[i]).into_iter().enumerate() {
+        let found = rows(side, &made.tables[i]);
+        for (row, global) in side.rows() {
+            let seg = found[row as usize];
             let seg = seg.unwrap_or_else(|| panic!("row {row} is in no tile of {side:?}"));
-            let Some((s, pos)) = side.place(row as u32) else {
-                assert_eq!((seg.shift, seg.first, seg.end), (GAP, 0, 0), "row {row} of {side:?}");
+            assert_eq!(seg.global + row - seg.row, global, "row {row} of {side:?}");
+            let Some((s, pos)) = side.place(global) else {
+                let of_none = (seg.shift, seg.pos, seg.first, seg.end);
+                assert_eq!(of_none, (GAP, 0, 0, 0), "row {row} of {side:?}");
                 continue;
             };
-            assert_eq!(seg.pos + row as u32 - seg.row, pos, "row {row} of {side:?}");
-            assert_eq!((seg.global, seg.shift), (seg.row, sides[1].len(s) - sides[0].len(s)));
+            assert_eq!(seg.pos + row - seg.row, pos, "row {row} of {side:?}");
+            assert_eq!(seg.shift, sides[1].len(s) - sides[0].len(s));
+            // In the order of the parts, and no segment without rows.
             let theirs = &made.tables[1 - i][seg.first as usize..seg.end as usize];
             let all: Vec<u32> = theirs.iter().flat_map(|t| t.row..t.row + t.len).collect();
-            let first = other.row(s) as u32;
-            assert_eq!(all, (first..first + other.len(s) as u32).collect::<Vec<_>>(), "row {row}");
-            assert!(theirs.iter().all(|t| t.pos == 0 && t.global == t.row));
+            let of_s = |r: &(u32, u32)| other.place(r.1).is_some_and(|(of, _)| of == s);
+            let want: Vec<u32> = other.rows().into_iter().filter(of_s).map(|r| r.0).collect();
+            assert_eq!(all, want, "row {row} of {side:?}");
+            assert!(theirs.iter().all(|t| t.len > 0));
         }
     }
 }
@@ -191,8 +238,33 @@ fn tables(lib: &'static Lib) {
             check(lib, padded.each_ref());
         }
     }
+    divided(lib);
     // No rows at all.
     check(lib, [&Side::packed(&[0, 0], 0, 4), &Side::packed(&[3, 0], 0, 4)]);
+}
+
+/// Rows of one rank of several, against its own keys, those of the others, and those of all.
+fn divided(lib: &'static Lib) {
+    let mut rng = Rng::new(6);
+    for (num, most, tile_q, tile_kv) in [(1, 40, 4, 1), (9, 20, 3, 8), (300, 4, 2, 3)] {
+        let mut some =
+            |most: u64| -> Vec<i32> { (0..num).map(|_| rng.below(most) as i32).collect() };
+        let (q, kv, gaps) = (some(most), some(most + 2), some(3));
+        for keys in [vec![1, 4], vec![2, 3, 0, 5], vec![1, 4, 0, 5, 2, 3], vec![0, 1, 2, 3, 4, 5]] {
+            let places: Vec<_> =
+                [0, 5, 1, 4, 2, 3].into_iter().filter(|c| keys.contains(c)).collect();
+            let of_q = Side::padded(&q, &gaps, 2, tile_q).divided(&[1, 4], &[1, 4], 6);
+            let of_kv = Side::padded(&kv, &gaps, 0, tile_kv).divided(&keys, &places, 6);
+            check(lib, [&of_q, &of_kv]);
+            let of_q = Side::packed(&q, 3, tile_q).divided(&[1, 4], &[1, 4], 6);
+            check(lib, [&of_q, &Side::packed(&kv, 3, tile_kv).divided(&keys, &places, 6)]);
+        }
+    }
+    // As many parts as there may be, each of a sequence of its own.
+    let many = Side::packed(&[3; PARTS], 0, 2);
+    let chunks: Vec<_> = (0..PARTS).rev().collect();
+    let divided = many.clone().divided(&chunks, &chunks, PARTS);
+    check(lib, [&many, &divided]);
 }
 
 /// Offsets that cannot be used, of either side: one segment of no sequence has all rows.
@@ -235,6 +307,11 @@ fn refused(lib: &'static Lib) {
             }
         }
     }
+    // Each part has a segment of its own.
+    let parts = good.clone().divided(&[1, 2], &[2, 1], 3);
+    let made = run(lib, [&parts, &bad[0]], [0, 0]);
+    let all = rows(&parts, &made.tables[0]);
+    assert!(all.iter().all(|s| s.is_some_and(|s| s.shift == GAP && s.first == s.end)));
     // What was refused before stays on record; this launch was not.
     assert_eq!(run(lib, [&good, &good], [1, 1]).status, [1, 0]);
 }
