@@ -1,7 +1,7 @@
 //! Cases of the local attention, and the problems that `cp_attention` shares with it.
 
 mod magnitude;
-mod offsets;
+pub(super) mod offsets;
 mod problem;
 mod share;
 
@@ -12,6 +12,7 @@ use tilewire::prelude::*;
 
 pub(super) use problem::{Problem, describe};
 
+use self::offsets::Rows;
 use super::{CORE, Case, Ctx};
 
 pub(super) fn cases() -> Vec<Case> {
@@ -105,6 +106,7 @@ fn run(ctx: &mut Ctx, case: &Case) -> Result<()> {
     let (fwd, bwd) = behind.as_ref().map_or((&wide, &wide), |(f, b)| (f, b));
     let s = &desc.sequences;
     let [q, kv] = [s.tokens_q, s.tokens_kv].map(|n| [n].map(|n| 0..n));
+    let rows = Rows { q: &q, kv: &kv };
     let small = AttnConfig { block_q: 5, block_kv: 7 };
     // The core has tiles of its own.
     let configs = if case.by_core() { vec![None] } else { vec![None, Some(small)] };
@@ -125,7 +127,7 @@ fn run(ctx: &mut Ctx, case: &Case) -> Result<()> {
         // Once a case, and refusals in one type: tables depend on neither tiles of the host nor
         // types, and each run costs seconds on emulated devices.
         if config.is_none()
-            && let Some((o, g)) = offsets::run(ctx, (&plan, &p), &x)?
+            && let Some((o, g)) = offsets::run(ctx, (&plan, &p), (&x, &rows))?
         {
             if few || by_products {
                 // These launches are by other kernels.
@@ -135,7 +137,7 @@ fn run(ctx: &mut Ctx, case: &Case) -> Result<()> {
                 same_bits(ctx, &mut first, (o, g))?;
             }
             if case.by_core() || case.dtype == DType::F32 {
-                offsets::refused(ctx, (&plan, &p), &x)?;
+                offsets::refused(ctx, (&plan, &p), (&x, &rows))?;
             }
         }
     }

@@ -4,6 +4,7 @@ use tilewire::ops::attention::{AttnConfig, Sequences};
 use tilewire::ops::cp_attention::*;
 use tilewire::prelude::*;
 
+use super::attention::offsets::{self, Rows};
 use super::attention::{Problem, describe, same_bits, words};
 use super::{CORE, Case, Ctx, NCCL};
 
@@ -191,6 +192,8 @@ fn pass(
     let w = p.want_of_all(ctx)?;
     let count = |r: &[std::ops::Range<usize>]| r.iter().map(|s| s.len()).sum::<usize>();
     let (rows_q, rows_kv) = (count(&q), count(&kv));
+    // Partials travel between groups, and where key heads are shared, inside of them.
+    let partials = (plan.desc().dkv_wire, ctx.team.size());
     let mut first = None;
     for _ in 0..2 {
         let before = ctx.team.traffic();
@@ -202,10 +205,19 @@ fn pass(
         let (saved, grads) = (p.saved(ctx, &o, &q)?, p.grads(ctx, rows_q, rows_kv)?);
         let g = ctx.timed(|s| plan.launch_bwd(s, &x, saved, grads))?;
         ctx.traffic("backward", &before, &plan.predict(fewer.as_ref(), Pass::Backward)?);
-        // Partials travel between groups, and where key heads are shared, inside of them.
-        let partials = ctx.team.size();
-        p.check_grads(ctx, &w, &g, (&q, &kv), (plan.desc().dkv_wire, partials))?;
+        p.check_grads(ctx, &w, &g, (&q, &kv), partials)?;
         same_bits(ctx, &mut first, (o, g))?;
+    }
+    if fewer.is_some() || plan.takes_offsets().is_err() {
+        return Ok(());
+    }
+    let rows = Rows { q: &q, kv: &kv };
+    if let Some((o, g)) = offsets::run(ctx, (plan, p), (&x, &rows))? {
+        p.check_out(ctx, &w, &o, &q)?;
+        p.check_grads(ctx, &w, &g, (&q, &kv), partials)?;
+        if plan.config()?.gated || plan.desc().attn.dtype == DType::F32 {
+            offsets::refused(ctx, (plan, p), (&x, &rows))?;
+        }
     }
     Ok(())
 }

@@ -124,8 +124,9 @@ pub struct AttnInputs {
     /// Other (global) sequences than those of the description, of at most as many rows. By FP8
     /// products at most as many sequences, or 64.
     pub sequences: Option<Sequences>,
-    /// The same by offsets that the launch reads when it runs, in place of `sequences`: for local
-    /// attention. The tensors have the rows that `q` and `k` have.
+    /// The same by offsets that the launch reads when it runs, in place of `sequences`. The tensors
+    /// have the rows that `q` and `k` have; in `cp_attention`, which takes offsets with
+    /// `all_gather`, the rows that the description says.
     pub offsets: Option<AttnOffsets>,
 }
 

@@ -65,7 +65,7 @@ pub(crate) use host::{Grads, Upstream, rows_first};
 pub use launch::{AttnGrads, AttnInputs, AttnOperand, AttnOut, AttnSaved};
 pub(crate) use launch::{Extra, LocalRows};
 pub use offsets::AttnOffsets;
-pub(crate) use offsets::unsupported;
+pub(crate) use offsets::{Refused, read_status};
 pub use plan::AttentionPlan;
 pub use schedule::AttnConfig;
 pub(crate) use schedule::{Queries, Slice, slices};

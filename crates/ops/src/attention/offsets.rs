@@ -1,6 +1,9 @@
 //! Packed sequences by offsets in tensors: a captured launch follows documents that change.
 
-use tilewire_core::{DType, Error, ErrorKind, Result};
+use std::fmt;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use tilewire_core::{DType, Error, Result};
 use tilewire_device::Tensor;
 
 use super::Sequences;
@@ -11,13 +14,55 @@ use crate::common::Named;
 /// rows, as in `[0, 5, 9, 9, 9]`.
 ///
 /// Offsets that cannot be used make the results NaN, and
-/// [`AttentionPlan::check`](super::AttentionPlan::check) reports it.
+/// [`AttentionPlan::check`](super::AttentionPlan::check) or
+/// [`CpAttentionPlan::check`](crate::cp_attention::CpAttentionPlan::check) reports it.
+///
+/// In `cp_attention` the offsets are those of the global tensors, equal on all ranks.
 #[derive(Clone, Debug)]
 pub struct AttnOffsets {
     /// `cu_seqlens` of queries and of keys, without padding.
     pub(super) cu: [Tensor; 2],
     /// First rows with padding; none where sequences follow each other.
     pub(super) padded: Option<[Tensor; 2]>,
+}
+
+/// On the host: why the first launch was refused whose results are NaN.
+#[derive(Clone, Default)]
+pub(crate) struct Refused(Arc<Mutex<Option<Error>>>);
+
+impl Refused {
+    fn locked(&self) -> MutexGuard<'_, Option<Error>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub fn keep(&self, why: Error) {
+        self.locked().get_or_insert(why);
+    }
+
+    pub fn forget(&self) {
+        *self.locked() = None;
+    }
+
+    pub fn check(&self) -> Result<()> {
+        self.locked().clone().map_or(Ok(()), Err)
+    }
+}
+
+/// Reads `[1]` i32 on a device: whether offsets of any launch could not be used.
+pub(crate) fn read_status(status: &Tensor) -> Result<()> {
+    match status.to_vec::<i32>()?[0] {
+        0 => Ok(()),
+        _ => Err(Error::invalid("the offsets of a launch cannot be used")
+            .expected("offsets that begin with 0, ascend, and stay within the rows")
+            .hint("its results are NaN; `reset` forgets this")),
+    }
+}
+
+impl fmt::Display for AttnOffsets {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let padded = if self.padded.is_some() { "padded " } else { "" };
+        write!(f, "offsets of {} {padded}sequences", self.num())
+    }
 }
 
 impl AttnOffsets {
@@ -52,7 +97,7 @@ impl AttnOffsets {
         ]
     }
 
-    pub(super) fn check(&self) -> Result<()> {
+    pub(crate) fn check(&self) -> Result<()> {
         if self.num() == 0 {
             return Err(Error::invalid("offsets of no sequence")
                 .expected("at least two offsets")
@@ -70,7 +115,7 @@ impl AttnOffsets {
     }
 
     /// The sequences of offsets on the host, in tensors of so many rows of queries and of keys.
-    pub(super) fn read(&self, (rows_q, rows_kv): (usize, usize)) -> Result<Sequences> {
+    pub(crate) fn read(&self, (rows_q, rows_kv): (usize, usize)) -> Result<Sequences> {
         let of = |t: &Tensor| -> Result<Vec<usize>> {
             let rows = |v: i32| {
                 usize::try_from(v).map_err(|_| Error::invalid("an offset is negative").seen(v))
@@ -93,11 +138,4 @@ impl AttnOffsets {
         }
         Ok(s)
     }
-}
-
-/// For operations over several ranks, whose schedules are made on the host.
-pub(crate) fn unsupported(op: &'static str) -> Error {
-    Error::new(ErrorKind::Unsupported, "offsets in tensors are for local attention")
-        .op(op)
-        .hint("give the sequences of the launch, which are on the host")
 }

@@ -1,6 +1,6 @@
 //! The plan of a local attention.
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 
 use tilewire_core::{Error, Result};
 use tilewire_device::cuda::CudaStream;
@@ -9,23 +9,12 @@ use tilewire_device::{Node, Pending, Stream};
 use super::backend::Fusion;
 use super::host::Run;
 use super::launch::Given;
+use super::offsets::{Refused, read_status};
 use super::{
     AttentionDesc, AttnBackend, AttnConfig, AttnGrads, AttnInputs, AttnOperand, AttnOut, AttnSaved,
     LocalRows, Sequences, device,
 };
 use crate::common::cuda::{Ready, together_on};
-
-type Refused = Arc<Mutex<Option<Error>>>;
-
-/// Keeps why a launch was refused, whose results are NaN.
-fn refuse(refused: &Refused, why: Error) -> Result<()> {
-    locked(refused).get_or_insert(why);
-    Ok(())
-}
-
-fn locked(refused: &Refused) -> MutexGuard<'_, Option<Error>> {
-    refused.lock().unwrap_or_else(PoisonError::into_inner)
-}
 
 /// A prepared attention. Local: no team.
 pub struct AttentionPlan {
@@ -145,16 +134,11 @@ impl AttentionPlan {
     /// `InvalidArgument` if offsets of a launch could not be used since [`AttentionPlan::reset`];
     /// its results are NaN.
     pub fn check(&self) -> Result<()> {
-        let Some((_, p)) = self.ready.cuda() else {
-            return locked(&self.refused).clone().map_or(Ok(()), |e| Err(e.op("attention")));
+        let checked = match self.ready.cuda() {
+            Some((_, p)) => read_status(p.status()),
+            None => self.refused.check(),
         };
-        match p.status().to_vec::<i32>()?[0] {
-            0 => Ok(()),
-            _ => Err(Error::invalid("the offsets of a launch cannot be used")
-                .op("attention")
-                .expected("offsets that begin with 0, ascend, and stay within the rows")
-                .hint("its results are NaN; `reset` forgets this")),
-        }
+        checked.map_err(|e| e.op("attention"))
     }
 
     /// Forgets what [`AttentionPlan::check`] would raise, in stream order.
@@ -167,7 +151,7 @@ impl AttentionPlan {
         }
         let refused = self.refused.clone();
         stream.launch(Node::new("attention", move || {
-            *locked(&refused) = None;
+            refused.forget();
             Ok(())
         }))
     }
@@ -224,7 +208,8 @@ impl AttentionPlan {
             Ok(run) => run.forward(&o),
             Err(e) => {
                 o.poison();
-                refuse(&refused, e)
+                refused.keep(e);
+                Ok(())
             }
         };
         stream.launch(Node::new("attention", forward))?;
@@ -263,7 +248,8 @@ impl AttentionPlan {
             Ok(run) => run.backward(&saved, &g),
             Err(e) => {
                 g.poison();
-                refuse(&refused, e)
+                refused.keep(e);
+                Ok(())
             }
         };
         stream.launch(Node::new("attention", backward))?;

@@ -12,12 +12,26 @@ use tilewire_core::{DType, Rank};
 use super::config::Strategy;
 use super::desc::CpAttentionDesc;
 use super::schedule::{Schedule, kv_heads, num_rows};
-use crate::attention::Sequences;
+use crate::attention::device::{Segments, Shard};
 use crate::attention::table::{segments, segments_in};
-use tilewire_kernels::abi::TwSeg;
+use crate::attention::{AttnOffsets, Sequences};
+use tilewire_kernels::abi::{TwSeg, TwShard};
 
 /// Segments of queries and of keys.
 pub(super) type Tables = (Vec<TwSeg>, Vec<TwSeg>);
+
+/// The keys that my group's queries meet.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Against {
+    /// My own, in rows of my tensors.
+    Own,
+    /// Those of the other ranks, in dense rows.
+    Others,
+    /// Those of all ranks, in dense rows.
+    All,
+    /// The same, with each sequence's keys in the order in which they come.
+    AsTheyCome,
+}
 
 /// The buffers of a plan.
 pub(super) const SCATTER: usize = 0;
@@ -86,6 +100,17 @@ pub(super) fn piece(
         width: 0,
         rows: r.num,
     }
+}
+
+/// Returns spans of global rows, one after the other from row `first` of a tensor on.
+fn parts_of(spans: &[Range<usize>], first: usize) -> Vec<TwShard> {
+    let mut row = first;
+    let part = |s: &Range<usize>| {
+        row += s.len();
+        let [global, row, len] = [s.start, row - s.len(), s.len()].map(|n| n as u32);
+        TwShard { global, row, len }
+    };
+    spans.iter().filter(|s| !s.is_empty()).map(part).collect()
 }
 
 impl Piece {
@@ -449,6 +474,46 @@ impl Pieces<'_> {
             s.row += mine as u32;
         }
         (q, kv)
+    }
+
+    /// Returns the rows that meet in a kernel: of the sequences `seqs`, or of those that the launch
+    /// reads.
+    pub fn segments(
+        &self,
+        of: Against,
+        seqs: &Sequences,
+        offsets: Option<&AttnOffsets>,
+    ) -> Segments {
+        match (offsets, of) {
+            (Some(o), _) => Segments::ByOffsets(Box::new(o.clone()), self.shards(of, seqs)),
+            (None, Against::Own) => Segments::Known(self.own_tables(seqs)),
+            (None, Against::Others) => Segments::Known(self.other_tables(seqs)),
+            (None, Against::All) => Segments::Known(self.all_tables(seqs)),
+            (None, Against::AsTheyCome) => Segments::Known(self.tables_as_they_come(seqs)),
+        }
+    }
+
+    /// Returns my queries and the keys that they meet as parts of global tensors with the rows of
+    /// `seqs`, in the order in which [`Pieces::segments`] has them with sequences.
+    fn shards(&self, of: Against, seqs: &Sequences) -> [Shard; 2] {
+        let (me, size) = (self.me.idx(), self.sizes.size);
+        let q = parts_of(&self.sched.member_q.concat(), 0);
+        let turn = |p: usize| if of == Against::AsTheyCome { (me + size - p) % size } else { 0 };
+        let ranks = (0..size).filter(|p| match of {
+            Against::Own => *p == me,
+            Against::Others => *p != me,
+            Against::All | Against::AsTheyCome => true,
+        });
+        let of_rank = |p: usize| {
+            let first = if of == Against::Own { 0 } else { self.first_key(p) };
+            parts_of(self.spans(p).1, first).into_iter().map(move |part| (turn(p), part))
+        };
+        let mut kv: Vec<(usize, TwShard)> = ranks.flat_map(of_rank).collect();
+        kv.sort_by_key(|(turn, part)| (*turn, part.global));
+        let mut q = q;
+        q.sort_by_key(|part| part.global);
+        let parts = kv.into_iter().map(|(_, part)| part).collect();
+        [Shard { tokens: seqs.tokens_q, parts: q }, Shard { tokens: seqs.tokens_kv, parts }]
     }
 
     /// Returns the pieces of my rows of each member's results for its heads: out (`at` 0) or dq.

@@ -485,6 +485,33 @@ fn own_and_other_keys_are_all_keys() {
     });
 }
 
+/// Checks that parts of global tensors have the rows of the tables, in the same order.
+#[test]
+fn parts_for_offsets_are_in_the_order_of_the_tables() {
+    worlds(|w| {
+        if w.sizes.strategy != Strategy::AllGather {
+            return;
+        }
+        let s = Sequences::one(w.seqs.tokens_q, w.seqs.tokens_kv);
+        let of_segs = |t: Vec<TwSeg>| -> Vec<(u32, u32)> {
+            t.iter().flat_map(|s| (0..s.len).map(|i| (s.global + i, s.row + i))).collect()
+        };
+        let of_parts = |s: &Shard| -> Vec<(u32, u32)> {
+            s.parts.iter().flat_map(|p| (0..p.len).map(|i| (p.global + i, p.row + i))).collect()
+        };
+        for r in 0..w.sizes.size {
+            let lists = w.lists(r);
+            for of in [Against::Own, Against::Others, Against::All, Against::AsTheyCome] {
+                let Segments::Known((q, kv)) = lists.segments(of, &s, None) else { panic!() };
+                let [of_q, of_kv] = lists.shards(of, &s);
+                assert_eq!(of_parts(&of_q), of_segs(q), "queries, {of:?}");
+                assert_eq!(of_parts(&of_kv), of_segs(kv), "keys, {of:?}");
+                assert_eq!((of_q.tokens, of_kv.tokens), (s.tokens_q, s.tokens_kv));
+            }
+        }
+    });
+}
+
 /// Checks that a query meets my keys first, then those of the rank whose push to me is its first,
 /// and so on, and that no segment has keys of two ranks.
 #[test]

@@ -4,21 +4,23 @@ use std::ops::Range;
 use std::sync::{Arc, OnceLock};
 
 use tilewire_core::{Error, ErrorKind, Result};
-use tilewire_device::{Pending, Stream};
+use tilewire_device::{Node, Pending, Stream};
+use tilewire_kernels::attention::PARTS;
 use tilewire_symm::{Heap, Signals, SymBuf, Traffic};
 
-use super::config::{CpConfig, KeyOrder};
-use super::desc::CpAttentionDesc;
+use super::config::{CpConfig, KeyOrder, Strategy};
+use super::desc::{CpAttentionDesc, Layout};
 use super::device::{self, Prepared};
 use super::explain::{CpExplain, buffer_bytes, explain};
 use super::host::HostRun;
 use super::launch::{NUM_SLOTS, Pass, Work};
 use super::pieces::{Pieces, Sizes};
 use super::schedule::{Schedule, cuts_tiles, num_rows};
-use super::schedules::Schedules;
+use super::schedules::{Made, Schedules};
 use super::tune::{Tuner, Used};
 use crate::attention::{
-    AttnGrads, AttnInputs, AttnOut, AttnSaved, LocalRows, Sequences, unsupported,
+    AttnGrads, AttnInputs, AttnOffsets, AttnOut, AttnSaved, LocalRows, Refused, Sequences,
+    read_status,
 };
 use crate::common::CollectiveBackend;
 use crate::common::backend::{at_first, is_on_device, put_or_nccl, usual};
@@ -36,6 +38,11 @@ fn not_prepared() -> Error {
         .hint("call `plan.prepare(&stream)` on all ranks first")
 }
 
+/// Returns the sequences of a launch as ranks compare them.
+fn said(x: &AttnInputs, seqs: &Sequences) -> String {
+    x.offsets.as_ref().map_or_else(|| seqs.to_string(), |o| format!("{seqs} by {o}"))
+}
+
 /// Context-parallel attention with its buffers.
 pub struct CpAttentionPlan {
     desc: CpAttentionDesc,
@@ -50,6 +57,10 @@ pub struct CpAttentionPlan {
     cuda: OnceLock<Used>,
     backend: CollectiveBackend,
     schedules: Schedules,
+    /// That of launches by offsets.
+    of_any: OnceLock<Arc<Made>>,
+    /// On the host: why a launch by offsets was refused.
+    refused: Refused,
 }
 
 impl CpAttentionPlan {
@@ -122,8 +133,20 @@ impl CpAttentionPlan {
         let choice = config.map_or("auto".to_owned(), |c| c.to_string());
         let core = PlanCore::new(OP, heap, format_args!("{choice} {desc} {backend}"))?
             .using(&buffers, [&signals]);
-        let (gates, cuda, schedules) = Default::default();
-        Ok(Self { desc, core, buffers, signals, used, gates, cuda, backend, schedules })
+        let (gates, cuda, schedules, of_any, refused) = Default::default();
+        Ok(Self {
+            desc,
+            core,
+            buffers,
+            signals,
+            used,
+            gates,
+            cuda,
+            backend,
+            schedules,
+            of_any,
+            refused,
+        })
     }
 
     /// Returns the description.
@@ -265,6 +288,18 @@ impl CpAttentionPlan {
         Ok(Pieces { sizes: &sizes, sched: &sched, me }.traffic(pass))
     }
 
+    /// Returns the traffic of one launch by offsets from this rank to each peer: of all rows,
+    /// whatever the offsets are.
+    ///
+    /// # Errors
+    /// `NotPrepared`.
+    pub fn predict_by_offsets(&self, pass: Pass) -> Result<Traffic> {
+        let (strategy, team) = (self.config()?.strategy, self.core.team());
+        let sizes = Sizes::new(&self.desc, strategy, team.size());
+        let (sched, me) = (&*self.of_any(strategy), team.rank());
+        Ok(Pieces { sizes: &sizes, sched, me }.traffic(pass))
+    }
+
     /// Queues the forward pass on this rank's rows.
     ///
     /// # Errors
@@ -277,7 +312,7 @@ impl CpAttentionPlan {
         inputs: &AttnInputs,
         out: AttnOut,
     ) -> Result<Pending<AttnOut>> {
-        let (seqs, rows) = self.check(inputs).map_err(|e| e.op(OP))?;
+        let (seqs, rows) = self.check_inputs(inputs).map_err(|e| e.op(OP))?;
         out.check(&self.desc.attn, rows, inputs).map_err(|e| e.op(OP))?;
         stream.in_launch(|| {
             let seq = self.launch(stream, (inputs, seqs, rows), Work::Forward(out.clone()))?;
@@ -299,7 +334,7 @@ impl CpAttentionPlan {
         if !self.desc.backward {
             return Err(Error::invalid("the plan was made without backward").op(OP));
         }
-        let (seqs, rows) = self.check(inputs).map_err(|e| e.op(OP))?;
+        let (seqs, rows) = self.check_inputs(inputs).map_err(|e| e.op(OP))?;
         grads.check(&self.desc.attn, rows, inputs, &saved).map_err(|e| e.op(OP))?;
         let work = Work::Backward(Box::new((saved, grads.clone())));
         stream.in_launch(|| {
@@ -327,9 +362,9 @@ impl CpAttentionPlan {
     }
 
     /// Returns the sequences of a launch and my rows.
-    fn check(&self, x: &AttnInputs) -> Result<(Sequences, LocalRows)> {
-        if x.offsets.is_some() {
-            return Err(unsupported("cp_attention"));
+    fn check_inputs(&self, x: &AttnInputs) -> Result<(Sequences, LocalRows)> {
+        if let Some(o) = &x.offsets {
+            return self.check_offsets(o, x);
         }
         let s = x.sequences.clone().unwrap_or_else(|| self.desc.attn.sequences.clone());
         self.desc.check_launch(&s, self.core.team().size())?;
@@ -344,6 +379,96 @@ impl CpAttentionPlan {
         Ok((s, rows))
     }
 
+    /// Checks that launches may bring the offsets of their sequences in tensors
+    /// ([`AttnInputs::offsets`]).
+    ///
+    /// # Errors
+    /// `NotPrepared`; `Unsupported`, with the reason: keys have to travel by puts of `all_gather`,
+    /// in the order of arrival, to at most 32 ranks whose rows do not depend on the sequences
+    /// (`zigzag` or `contiguous`).
+    pub fn takes_offsets(&self) -> Result<()> {
+        let (d, config, size) = (&self.desc, self.config()?, self.core.team().size());
+        let by_nccl = self.cuda.get().is_some_and(|used| used.by.by_nccl());
+        let why = match () {
+            () if by_nccl => "keys travel through NCCL".to_owned(),
+            () if config.strategy != Strategy::AllGather => {
+                format!("keys travel by {}", config.strategy)
+            }
+            () if config.order == KeyOrder::Canonical => "keys are in the canonical order".into(),
+            () if !matches!(d.layout, Layout::Zigzag | Layout::Contiguous) => {
+                format!("the layout {:?} depends on the sequences", d.layout)
+            }
+            () if 2 * size > PARTS => format!("there are {size} ranks, not at most {}", PARTS / 2),
+            () => return Ok(()),
+        };
+        let text = format!("offsets in tensors are not for this plan: {why}");
+        let hint = "offsets are for all_gather by puts, and the layouts zigzag and contiguous";
+        Err(Error::new(ErrorKind::Unsupported, text).op(OP).hint(hint))
+    }
+
+    /// Returns no sequences, with the rows of all ranks, and my rows, for a launch that reads its
+    /// sequences.
+    fn check_offsets(&self, o: &AttnOffsets, x: &AttnInputs) -> Result<(Sequences, LocalRows)> {
+        if x.sequences.is_some() {
+            return Err(Error::invalid("a launch has sequences or offsets, not both"));
+        }
+        o.check()?;
+        self.takes_offsets()?;
+        let all = &self.desc.attn.sequences;
+        let s = Sequences { q: Vec::new(), kv: Vec::new(), ..all.clone() };
+        let rows = self.of_any(self.config()?.strategy).rows;
+        x.check(&self.desc.attn, rows)?;
+        Ok((s, rows))
+    }
+
+    /// Returns the schedule of launches by offsets.
+    fn of_any(&self, strategy: Strategy) -> Arc<Made> {
+        let at = (self.core.team().rank(), self.core.team().size());
+        let made = || Arc::new(Made::of_any(&self.desc, strategy, at));
+        self.of_any.get_or_init(made).clone()
+    }
+
+    /// Returns the schedule of a launch.
+    fn schedule(
+        &self,
+        strategy: Strategy,
+        (x, seqs, rows): (&AttnInputs, &Sequences, LocalRows),
+    ) -> Arc<Made> {
+        let at = (self.core.team().rank(), self.core.team().size());
+        match x.offsets {
+            Some(_) => self.of_any(strategy),
+            None => self.schedules.get((&self.desc, strategy), (seqs, rows), at),
+        }
+    }
+
+    /// Raises what launches by offsets have found in these; call after waiting for them.
+    ///
+    /// # Errors
+    /// `InvalidArgument` if offsets of a launch could not be used since
+    /// [`CpAttentionPlan::reset`]; its results are NaN.
+    pub fn check(&self) -> Result<()> {
+        let checked = match self.cuda.get() {
+            Some(used) => read_status(used.by.status()),
+            None => self.refused.check(),
+        };
+        checked.map_err(|e| e.op(OP))
+    }
+
+    /// Forgets what [`CpAttentionPlan::check`] would raise, in stream order.
+    ///
+    /// # Errors
+    /// As [`Stream::launch`].
+    pub fn reset(&self, stream: &Stream) -> Result<()> {
+        if let Some(used) = self.cuda.get() {
+            return device::reset(stream.cuda()?, used.by.status());
+        }
+        let refused = self.refused.clone();
+        stream.launch(Node::new(OP, move || {
+            refused.forget();
+            Ok(())
+        }))
+    }
+
     /// Queues a launch; returns its number.
     fn launch(
         &self,
@@ -356,12 +481,12 @@ impl CpAttentionPlan {
             let used = self.cuda.get().ok_or_else(not_prepared)?;
             return self.launch_by((&used.by, lane), stream, (x, &seqs, rows), &work);
         }
-        let (me, size) = (team.rank(), team.size());
-        let launch = self.core.begin(stream, format_args!("{} {seqs}", work.name()))?;
+        let size = team.size();
+        let launch = self.core.begin(stream, format_args!("{} {}", work.name(), said(x, &seqs)))?;
         let seq = launch.ctx.seq();
         let run = Arc::new(HostRun {
             launch,
-            sched: self.schedules.get((&self.desc, config.strategy), (&seqs, rows), (me, size)),
+            sched: self.schedule(config.strategy, (x, &seqs, rows)),
             sizes: Sizes::new(&self.desc, config.strategy, size),
             desc: self.desc.clone(),
             tiles: config.tiles,
@@ -371,6 +496,7 @@ impl CpAttentionPlan {
             signals: self.signals.clone(),
             x: x.clone(),
             work,
+            refused: self.refused.clone(),
             to_copies: Handoff::new(),
             to_compute: Handoff::new(),
         });
@@ -394,11 +520,10 @@ impl CpAttentionPlan {
         work: &Work,
     ) -> Result<u64> {
         let (core, desc, signals) = (&self.core, &self.desc, &*self.signals);
-        let (strategy, me, size) = (p.sizes.strategy, core.team().rank(), core.team().size());
         device::together(stream, x, work).map_err(|e| e.op(OP))?;
         device::check_aligned(p, x, work).map_err(|e| e.op(OP))?;
-        let sched = &*self.schedules.get((desc, strategy), (seqs, rows), (me, size));
-        let at = core.begin_on(stream, format_args!("{} {seqs}", work.name()))?;
+        let sched = &*self.schedule(p.sizes.strategy, (x, seqs, rows));
+        let at = core.begin_on(stream, format_args!("{} {}", work.name(), said(x, seqs)))?;
         let buffers = &self.buffers;
         let op = device::Op { core, lane, desc, signals, buffers, p, sched, seqs, rows };
         device::launch(&op, at, x, work).map(|()| at.seq)

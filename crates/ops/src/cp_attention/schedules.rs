@@ -4,15 +4,15 @@
 //! thousand documents takes milliseconds: it is computed at the first of these launches.
 
 use std::collections::VecDeque;
-use std::ops::Deref;
+use std::ops::{Deref, Range};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use tilewire_core::Rank;
 
 use super::config::Strategy;
 use super::desc::CpAttentionDesc;
-use super::schedule::Schedule;
-use crate::attention::{LocalRows, Sequences};
+use super::schedule::{Schedule, num_rows};
+use crate::attention::{AttnMask, LocalRows, Sequences};
 
 /// Microbatches in flight in a pipeline have sequences of their own.
 const MOST: usize = 8;
@@ -36,6 +36,21 @@ impl Deref for Made {
 }
 
 impl Made {
+    /// The schedule of sequences that nobody knows when a launch is queued: every rank gets all
+    /// rows of keys that the description has.
+    pub fn of_any(d: &CpAttentionDesc, strategy: Strategy, (me, size): (Rank, usize)) -> Self {
+        let mut d = d.clone();
+        let (q, kv) = (d.attn.sequences.tokens_q, d.attn.sequences.tokens_kv);
+        d.attn.mask = AttnMask::FULL;
+        d.attn.sequences = Sequences::one(q, kv);
+        let seqs = d.attn.sequences.clone();
+        let mine = Schedule::new(&d, &seqs, strategy, me, size);
+        let own = |spans: Vec<Range<usize>>| num_rows(&spans);
+        let rows =
+            LocalRows { q: own(d.rows_q(&seqs, me, size)), kv: own(d.rows_kv(&seqs, me, size)) };
+        Self { seqs, strategy, rows, mine, others: OnceLock::new() }
+    }
+
     /// Returns the schedules of the other ranks, and none in the place of rank `me`, whose this is.
     pub fn others(&self, d: &CpAttentionDesc, me: Rank, size: usize) -> &[Option<Schedule>] {
         let of = |r| (r != me).then(|| Schedule::new(d, &self.seqs, self.strategy, r, size));
@@ -86,9 +101,8 @@ mod tests {
     use tilewire_core::DType;
 
     use super::*;
-    use crate::attention::{AttentionDesc, AttnMask};
+    use crate::attention::AttentionDesc;
     use crate::cp_attention::desc::Layout;
-    use crate::cp_attention::schedule::num_rows;
     use crate::cp_attention::tests::seqs;
 
     /// Sequences that come again find their schedule, and others never the schedule of these.

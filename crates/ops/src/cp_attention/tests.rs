@@ -536,23 +536,49 @@ fn ranks_that_differ_are_a_mismatch() {
     }
 }
 
-/// Schedules of several ranks are made on the host: offsets in tensors say so.
+/// Offsets of the global tensors are for plans whose rows and transfers do not depend on them.
 #[test]
-fn offsets_in_tensors_are_refused() {
-    World::run_threads(1, WorldCfg::default(), |w| {
+fn plans_that_depend_on_sequences_refuse_offsets() {
+    World::run_threads(2, WorldCfg::default(), |w| {
         let team = w.everyone("offsets")?;
-        let heap = team.heap(BackendKind::Host, HeapCfg::new(1 << 18))?;
+        let heap = team.heap(BackendKind::Host, HeapCfg::new(1 << 20))?;
         let stream = Stream::new("s")?;
-        let attn = AttentionDesc::new(8, (2, 2), 4, DType::F32, AttnMask::CAUSAL);
-        let plan = CpAttentionPlan::new(CpAttentionDesc::new(attn), &heap, None)?;
-        plan.prepare(&stream)?;
         let t = |r, c| Tensor::zeros(DType::F32, Shape::d2(r, c));
-        let cu = Tensor::from_slice(&[0i32, 8], Shape::d1(2))?;
+        let cu = Tensor::from_slice(&[0i32, 5, 8], Shape::d1(3))?;
         let offsets = Some(AttnOffsets::packed(cu.clone(), cu));
-        let x = AttnInputs { offsets, ..AttnInputs::new(t(8, 8), t(8, 8), t(8, 8)) };
-        let out = AttnOut { out: t(8, 8), lse: t(2, 8) };
-        let e = plan.launch_fwd(&stream, &x, out).map(drop).unwrap_err();
-        assert!(e.is_unsupported() && e.to_string().contains("sequences"), "{e}");
+        let launch = |layout, strategy, sequences| {
+            let attn = AttentionDesc::new(8, (2, 2), 4, DType::F32, AttnMask::CAUSAL);
+            let d = CpAttentionDesc { layout, ..CpAttentionDesc::new(attn) };
+            let plan = CpAttentionPlan::new(d, &heap, Some(CpConfig::of(strategy)))?;
+            plan.prepare(&stream)?;
+            let x = AttnInputs {
+                offsets: offsets.clone(),
+                sequences,
+                ..AttnInputs::new(t(4, 8), t(4, 8), t(4, 8))
+            };
+            plan.launch_fwd(&stream, &x, AttnOut { out: t(4, 8), lse: t(2, 4) })?.wait()?;
+            plan.check()?;
+            // Every row travels, once each way.
+            let moved = plan.predict_by_offsets(Pass::Forward)?;
+            let peer = 1 - w.rank().idx();
+            assert_eq!(moved[peer].put_bytes, 2 * 4 * 8 * 4, "{layout:?}");
+            Ok(())
+        };
+        for layout in [Layout::Zigzag, Layout::Contiguous] {
+            launch(layout, Strategy::AllGather, None)?;
+        }
+        let all = Strategy::AllGather;
+        for (layout, strategy, why) in [
+            (Layout::Zigzag, Strategy::Get, "by get"),
+            (Layout::Zigzag, Strategy::AllToAll, "by all_to_all"),
+            (Layout::ZigzagPerSequence, all, "ZigzagPerSequence"),
+            (Layout::Balanced, all, "Balanced"),
+        ] {
+            let e = launch(layout, strategy, None).unwrap_err();
+            assert!(e.is_unsupported() && e.to_string().contains(why), "{e}");
+        }
+        let e = launch(Layout::Zigzag, all, Some(Sequences::one(8, 8))).unwrap_err();
+        assert!(e.kind() == ErrorKind::InvalidArgument && e.to_string().contains("not both"));
         Ok(())
     })
     .unwrap();

@@ -3,9 +3,11 @@
 
 use std::ops::Range;
 
+use tilewire::device::{Pending, Stream};
 use tilewire::ops::attention::{
-    AttentionPlan, AttnGrads, AttnInputs, AttnOffsets, AttnOut, Sequences,
+    AttentionPlan, AttnGrads, AttnInputs, AttnOffsets, AttnOut, AttnSaved, Sequences,
 };
+use tilewire::ops::cp_attention::CpAttentionPlan;
 use tilewire::prelude::*;
 
 use super::Problem;
@@ -13,6 +15,70 @@ use crate::verify::Ctx;
 
 /// Sequences that have no rows, behind the others.
 const UNUSED: usize = 3;
+
+/// A plan that takes offsets.
+pub trait TakesOffsets {
+    fn sequences(&self) -> &Sequences;
+    fn fwd(&self, s: &Stream, x: &AttnInputs, o: AttnOut) -> Result<Pending<AttnOut>>;
+    fn bwd(
+        &self,
+        s: &Stream,
+        x: &AttnInputs,
+        saved: AttnSaved,
+        g: AttnGrads,
+    ) -> Result<Pending<AttnGrads>>;
+    fn check(&self) -> Result<()>;
+    fn reset(&self, s: &Stream) -> Result<()>;
+}
+
+macro_rules! takes_offsets {
+    ($plan:ty, |$p:ident| $sequences:expr) => {
+        impl TakesOffsets for $plan {
+            fn sequences(&self) -> &Sequences {
+                let $p = self;
+                $sequences
+            }
+
+            fn fwd(&self, s: &Stream, x: &AttnInputs, o: AttnOut) -> Result<Pending<AttnOut>> {
+                self.launch_fwd(s, x, o)
+            }
+
+            fn bwd(
+                &self,
+                s: &Stream,
+                x: &AttnInputs,
+                saved: AttnSaved,
+                g: AttnGrads,
+            ) -> Result<Pending<AttnGrads>> {
+                self.launch_bwd(s, x, saved, g)
+            }
+
+            fn check(&self) -> Result<()> {
+                <$plan>::check(self)
+            }
+
+            fn reset(&self, s: &Stream) -> Result<()> {
+                <$plan>::reset(self, s)
+            }
+        }
+    };
+}
+
+takes_offsets!(AttentionPlan, |p| &p.desc().sequences);
+takes_offsets!(CpAttentionPlan, |p| &p.desc().attn.sequences);
+
+/// The global rows of this rank.
+pub struct Rows<'a> {
+    pub q: &'a [Range<usize>],
+    pub kv: &'a [Range<usize>],
+}
+
+impl Rows<'_> {
+    fn num(&self) -> (usize, usize) {
+        let num = |spans: &[Range<usize>]| spans.iter().map(|s| s.len()).sum();
+        (num(self.q), num(self.kv))
+    }
+}
 
 /// Offsets of one side, without and with padding.
 fn of(ranges: &[Range<usize>], tokens: usize) -> (Vec<i32>, Vec<i32>) {
@@ -52,26 +118,25 @@ fn offsets(ctx: &Ctx, s: &Sequences, spoil: bool) -> Result<Option<AttnOffsets>>
 
 /// Runs both passes by offsets that come late: a graph of both is captured with others, of no
 /// rows, and replayed with these. `None` where there are none.
-pub(super) fn run(
+pub fn run(
     ctx: &mut Ctx,
-    (plan, p): (&AttentionPlan, &Problem),
-    x: &AttnInputs,
+    (plan, p): (&impl TakesOffsets, &Problem),
+    (x, rows): (&AttnInputs, &Rows<'_>),
 ) -> Result<Option<(AttnOut, AttnGrads)>> {
-    let s = &plan.desc().sequences;
-    let Some(offsets) = offsets(ctx, s, false)? else { return Ok(None) };
+    let Some(offsets) = offsets(ctx, plan.sequences(), false)? else { return Ok(None) };
     let tensors = offsets.tensors();
     let late: Vec<Vec<u8>> =
         tensors.iter().map(|t| t.read(<[u8]>::to_vec)).collect::<Result<_>>()?;
     tensors.iter().try_for_each(|t| t.write(|b| b.fill(0)))?;
     let x = AttnInputs { offsets: Some(offsets), ..x.clone() };
-    let q = [s.tokens_q].map(|n| 0..n);
-    let (o, grads) = (p.out(ctx, s.tokens_q)?, p.grads(ctx, s.tokens_q, s.tokens_kv)?);
-    let saved = p.saved(ctx, &o, &q)?;
+    let (num_q, num_kv) = rows.num();
+    let (o, grads) = (p.out(ctx, num_q)?, p.grads(ctx, num_q, num_kv)?);
+    let saved = p.saved(ctx, &o, rows.q)?;
     ctx.stream.synchronize()?;
     ctx.stream.begin_capture()?;
-    let queued = plan.launch_fwd(&ctx.stream, &x, o.clone()).and_then(|fwd| {
+    let queued = plan.fwd(&ctx.stream, &x, o.clone()).and_then(|fwd| {
         fwd.join(&ctx.stream)?;
-        plan.launch_bwd(&ctx.stream, &x, saved, grads.clone())?.join(&ctx.stream)
+        plan.bwd(&ctx.stream, &x, saved, grads.clone())?.join(&ctx.stream)
     });
     let graph = ctx.stream.end_capture()?;
     queued?;
@@ -88,21 +153,20 @@ pub(super) fn run(
 }
 
 /// Offsets that cannot be used: the plan's check raises, and results are NaN.
-pub(super) fn refused(
+pub fn refused(
     ctx: &mut Ctx,
-    (plan, p): (&AttentionPlan, &Problem),
-    x: &AttnInputs,
+    (plan, p): (&impl TakesOffsets, &Problem),
+    (x, rows): (&AttnInputs, &Rows<'_>),
 ) -> Result<()> {
-    let s = &plan.desc().sequences;
-    let Some(offsets) = offsets(ctx, s, true)? else { return Ok(()) };
+    let Some(offsets) = offsets(ctx, plan.sequences(), true)? else { return Ok(()) };
     let x = AttnInputs { offsets: Some(offsets), ..x.clone() };
-    let q = [s.tokens_q].map(|n| 0..n);
-    let (good, o) = (p.out(ctx, s.tokens_q)?, p.out(ctx, s.tokens_q)?);
-    let (saved, g) = (p.saved(ctx, &good, &q)?, p.grads(ctx, s.tokens_q, s.tokens_kv)?);
-    let fwd = plan.launch_fwd(&ctx.stream, &x, o.clone())?.wait().and_then(|_| plan.check());
+    let (num_q, num_kv) = rows.num();
+    let (good, o) = (p.out(ctx, num_q)?, p.out(ctx, num_q)?);
+    let (saved, g) = (p.saved(ctx, &good, rows.q)?, p.grads(ctx, num_q, num_kv)?);
+    let fwd = plan.fwd(&ctx.stream, &x, o.clone())?.wait().and_then(|_| plan.check());
     ctx.check(fwd.is_err(), || "offsets behind the rows are taken".to_owned());
     plan.reset(&ctx.stream)?;
-    let bwd = plan.launch_bwd(&ctx.stream, &x, saved, g.clone())?.wait().and_then(|_| plan.check());
+    let bwd = plan.bwd(&ctx.stream, &x, saved, g.clone())?.wait().and_then(|_| plan.check());
     ctx.check(bwd.is_err(), || "offsets behind the rows are taken, backward".to_owned());
     plan.reset(&ctx.stream)?;
     ctx.stream.synchronize()?;

@@ -15,6 +15,7 @@ use tilewire_kernels::attention::hopper_gates::{GATES, HopperGated, SM90_ATTENTI
 
 use super::forward::core_lacks;
 use super::hopper::{Hopper, described, order, unfit, variant};
+use super::offsets::Segments;
 use super::queue::{Prepared, aligned, with_tables};
 use crate::attention::table::number_tiles;
 use crate::attention::{AttentionDesc, AttnBackend};
@@ -152,19 +153,24 @@ impl Prepared {
         stream: &CudaStream,
         d: &AttentionDesc,
         (p, keys): (&TwAttn, &Keys),
-        (mut q, kv): (Vec<TwSeg>, Vec<TwSeg>),
+        rows: Segments,
         gated: &Gated,
     ) -> Result<()> {
         let [k, v] = keys.own;
         aligned(d, &[("q", p.q), ("k", k), ("v", v), ("out", p.out)])?;
-        let tokens_kv = kv.iter().map(|s| s.len as usize).sum();
-        let (tables, few) = if Hopper::takes_few([&q, &kv]) {
-            let tiles = number_tiles(&mut q, TILE_M as u64);
-            (TwAttn { num_own: q.len() as u32, tiles, ..*p }, Some([&*q, &*kv]))
-        } else {
-            let other = self.write(stream, 2, kv, 1)?;
-            let own = self.write(stream, 0, q, TILE_M as u64)?;
-            (with_tables(p, (&own, &other)), None)
+        let contained;
+        let (tables, tokens_kv, few) = match rows {
+            Segments::Known((mut q, kv)) if Hopper::takes_few([&q, &kv]) => {
+                let tiles = number_tiles(&mut q, TILE_M as u64);
+                let tokens_kv = kv.iter().map(|s| s.len as usize).sum();
+                let p = TwAttn { num_own: q.len() as u32, tiles, ..*p };
+                contained = [q, kv];
+                (p, tokens_kv, Some(contained.each_ref().map(|s| &**s)))
+            }
+            rows => {
+                let [own, other] = self.forward_tables(stream, d, rows, TILE_M as u64)?;
+                (with_tables(p, (&own, &other)), other.rows, None)
+            }
         };
         if tables.tiles == 0 || p.heads_q == 0 {
             return Ok(());

@@ -10,13 +10,14 @@ use tilewire_kernels::abi::TwAttn;
 use tilewire_kernels::attention::hopper::TILE_M;
 
 use super::hopper_fp8::count_blocks;
-use super::queue::{Kernels, Prepared, Sides, inputs, inputs_bwd, param, param_bwd};
+use super::offsets::{Segments, Shard, reset};
+use super::queue::{Kernels, Prepared, inputs, inputs_bwd, param, param_bwd};
 use super::space::{Space, Sums};
 use crate::attention::backend::{Fusion, LONG_QUERIES};
 use crate::attention::launch::Given;
 use crate::attention::table::whole;
 use crate::attention::{AttentionDesc, AttnBackend, AttnGrads, AttnOut, AttnSaved, Sequences};
-use crate::common::cuda::{addr, hold, holding};
+use crate::common::cuda::{addr, holding};
 use crate::common::workspaces::Workspaces;
 
 /// Kernels and workspaces of a plan. Launches on different streams may overlap.
@@ -37,6 +38,14 @@ fn are_long(s: &Sequences, heads_kv: usize, num_sms: u32) -> bool {
     let (num, rows) = lens.fold((0, 0), |(num, rows), n| (num + 1, rows + n));
     let tiles: usize = s.kv.iter().map(|kv| kv.len().div_ceil(TILE_M)).sum();
     num > 0 && rows >= LONG_QUERIES * num && fill(tiles * heads_kv, num_sms)
+}
+
+/// Returns the rows that meet: all are here.
+fn segments(Given { x, seqs, rows }: &Given<'_>) -> Segments {
+    let shards = [rows.q, rows.kv].map(Shard::whole);
+    x.offsets
+        .clone()
+        .map_or_else(|| Segments::Known(whole(seqs)), |o| Segments::ByOffsets(Box::new(o), shards))
 }
 
 /// Returns whether so many tiles are nearly two for each multiprocessor.
@@ -106,9 +115,7 @@ impl Local {
 
     /// Queues the clearing of the status.
     pub fn reset(&self, stream: &CudaStream) -> Result<()> {
-        hold(stream, self.status().clone());
-        // SAFETY: the status lies at this address, and is held until it is cleared.
-        unsafe { stream.fill(addr(self.status())?, 0, 4) }
+        reset(stream, self.status())
     }
 
     fn with(&self, stream: &CudaStream, queue: impl FnOnce(&Prepared) -> Result<()>) -> Result<()> {
@@ -148,14 +155,8 @@ impl Local {
                     return by.fp8(stream, (d, &given, &p), (f, values), tables.clone());
                 }
                 let p = by.widened(stream, d, (x, rows), p)?;
-                let (Some(o), None) = (&x.offsets, &tables) else {
-                    return by.forward(stream, wide, &p, tables.unwrap_or_default());
-                };
-                let (offsets, refused) = by.by_offsets();
-                let places = [by.place(0, self.kernels.forward.rows()), by.place(2, 1)];
-                let [own, other] = offsets.tables(stream, wide, (o, rows), (places, refused))?;
-                by.attend(stream, wide, &p, (&own, &other))?;
-                offsets.results(stream, refused, [&out.out, &out.lse])
+                by.forward(stream, wide, &p, segments(&given))?;
+                if x.offsets.is_some() { by.refuse(stream, [&out.out, &out.lse]) } else { Ok(()) }
             })
         })
     }
@@ -165,9 +166,10 @@ impl Local {
         &self,
         stream: &CudaStream,
         d: &AttentionDesc,
-        Given { x, seqs, rows }: Given<'_>,
+        given: Given<'_>,
         (saved, grads): (&AttnSaved, &AttnGrads),
     ) -> Result<()> {
+        let Given { x, seqs, rows } = given;
         let p = param_bwd(d, x, rows, (saved, grads))?;
         let wide = &self.kernels.desc;
         self.with(stream, |by| {
@@ -175,15 +177,7 @@ impl Local {
             holding(stream, by.held(inputs_bwd(x, saved, grads)), || {
                 by.delta(stream, wide, &p)?;
                 let p = by.widened(stream, d, (x, rows), p)?;
-                let (offsets, refused) = by.by_offsets();
-                let tables = match &x.offsets {
-                    None => by.tables(stream, whole(seqs))?,
-                    Some(o) => {
-                        let places = (by.places(), refused);
-                        let [queries, keys] = offsets.tables(stream, wide, (o, rows), places)?;
-                        Sides { queries, keys }
-                    }
-                };
+                let tables = by.tables(stream, wide, segments(&given))?;
                 let one = self.if_long.is_none_or(|num_sms| {
                     x.offsets.is_none() && are_long(seqs, d.heads_kv, num_sms)
                 });
@@ -197,7 +191,7 @@ impl Local {
                     }
                 }
                 let outs = grads.named().into_iter().filter_map(|(_, t)| t);
-                x.offsets.as_ref().map_or(Ok(()), |_| offsets.results(stream, refused, outs))
+                if x.offsets.is_some() { by.refuse(stream, outs) } else { Ok(()) }
             })
         })
     }

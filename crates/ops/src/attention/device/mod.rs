@@ -18,10 +18,12 @@ mod products;
 mod queue;
 mod space;
 mod split;
+mod tables;
 
 pub(crate) use forward::{Needs, units};
 pub(crate) use fp8::{Wide, kernel_desc};
 pub(crate) use hopper_gates::{Gated, Keys};
 pub(crate) use local::Local;
 pub(crate) use merge::{Merge, Parts};
+pub(crate) use offsets::{Segments, Shard, reset};
 pub(crate) use queue::{Prepared, aligned, inputs, inputs_bwd, param, param_bwd, part};

@@ -4,11 +4,11 @@ use bytemuck::Zeroable;
 use tilewire_core::{DType, Error, Result, Shape};
 use tilewire_device::cuda::{CudaContext, CudaStream, Grid, Kernel, LaunchArgs};
 use tilewire_device::{Device, Tensor};
-use tilewire_kernels::abi::{TwOffsets, TwRefuse, TwSeg, TwSequences};
-use tilewire_kernels::attention::{REFUSED, SEQUENCES, SEQUENCES_THREADS};
+use tilewire_kernels::abi::{TwOffsets, TwRefuse, TwSeg, TwSequences, TwShard};
+use tilewire_kernels::attention::{PARTS, REFUSED, SEQUENCES, SEQUENCES_THREADS};
 
-use crate::attention::{AttentionDesc, AttnOffsets, LocalRows};
-use crate::common::cuda::{addr, load};
+use crate::attention::{AttentionDesc, AttnOffsets};
+use crate::common::cuda::{addr, hold, load};
 
 /// Blocks that fill results which were refused.
 const BLOCKS: u32 = 64;
@@ -19,6 +19,34 @@ pub(crate) struct ByOffsets {
     refuse: Kernel,
     /// `[1]` i32: not 0 if offsets of any launch could not be used.
     pub any: Tensor,
+}
+
+/// The rows of one side of a launch among those of the global tensors.
+#[derive(Clone, Debug)]
+pub(crate) struct Shard {
+    /// Rows of the global tensors.
+    pub tokens: usize,
+    /// Parts that are apart from each other, in the order in which sums take them.
+    pub parts: Vec<TwShard>,
+}
+
+/// The segments of queries and of keys that meet in a launch.
+pub(crate) enum Segments {
+    /// Segments of queries and of keys.
+    Known((Vec<TwSeg>, Vec<TwSeg>)),
+    /// Those of sequences whose offsets the launch reads, of queries and of keys.
+    ByOffsets(Box<AttnOffsets>, [Shard; 2]),
+}
+
+impl Shard {
+    /// All rows, on one rank.
+    pub fn whole(tokens: usize) -> Self {
+        Self { tokens, parts: vec![TwShard { global: 0, row: 0, len: tokens as u32 }] }
+    }
+
+    fn rows(&self) -> usize {
+        self.parts.iter().map(|p| p.len as usize).sum()
+    }
 }
 
 /// One table of a launch.
@@ -52,17 +80,24 @@ impl ByOffsets {
         &self,
         stream: &CudaStream,
         d: &AttentionDesc,
-        (o, rows): (&AttnOffsets, LocalRows),
+        (o, shards): (&AttnOffsets, &[Shard; 2]),
         (places, refused): ([Place; 2], u64),
     ) -> Result<[Side; 2]> {
         let num = o.num();
-        // As few as the tiles need at most: each segment ends with a part of one.
-        let extra = if o.padded.is_some() { 2 * num } else { num + 1 };
+        let runs = if o.padded.is_some() { 2 * num } else { num + 1 };
         let longest = d.bias.map_or([u32::MAX; 2], |b| [b.sq as u32, b.skv as u32]);
         let mut sides = Vec::new();
         let mut given = [TwOffsets::zeroed(); 2];
-        for (i, (place, tokens)) in places.into_iter().zip([rows.q, rows.kv]).enumerate() {
-            let segs = 2 * num + extra;
+        for (i, (place, shard)) in places.into_iter().zip(shards).enumerate() {
+            let (tokens, parts, rows) = (shard.tokens, &shard.parts, shard.rows());
+            // Sequences, the rows between them, and parts: each segment begins where one of these
+            // does. Each ends with a part of a tile, so that there are as many more tiles, and
+            // segments without rows for them.
+            let most = runs + parts.len().saturating_sub(1);
+            let segs = 2 * most;
+            if parts.len() > PARTS {
+                return Err(Error::internal(format!("{} parts, not {PARTS}", parts.len())));
+            }
             if segs > place.capacity {
                 return Err(Error::invalid("the offsets are of more sequences than the plan")
                     .expected(format_args!("at most {}", place.capacity / 4))
@@ -74,11 +109,14 @@ impl ByOffsets {
                 table: place.at,
                 tokens: tokens as u32,
                 tile: place.tile as u32,
-                extra: extra as u32,
+                segs: segs as u32,
                 longest: longest[i],
+                num_parts: parts.len() as u32,
+                ..TwOffsets::zeroed()
             };
-            let tiles = if tokens == 0 { 0 } else { tokens as u64 / place.tile + extra as u64 };
-            sides.push(Side { at: place.at, num: segs as u32, tiles: tiles as u32, rows: tokens });
+            given[i].parts[..parts.len()].copy_from_slice(parts);
+            let tiles = if rows == 0 { 0 } else { rows as u64 / place.tile + most as u64 };
+            sides.push(Side { at: place.at, num: segs as u32, tiles: tiles as u32, rows });
         }
         let [q, kv] = given;
         let any = addr(&self.any)?;
@@ -110,6 +148,13 @@ impl ByOffsets {
         // bits and more, with their lengths; they are held until the kernel has run.
         unsafe { self.refuse.launch(stream, Grid::new(BLOCKS, 256), args) }
     }
+}
+
+/// Queues the clearing of [`ByOffsets::any`].
+pub(crate) fn reset(stream: &CudaStream, any: &Tensor) -> Result<()> {
+    hold(stream, any.clone());
+    // SAFETY: the word lies at this address, and is held until it is cleared.
+    unsafe { stream.fill(addr(any)?, 0, any.len_bytes()) }
 }
 
 /// Bytes of a table of `segs` segments.

@@ -19,7 +19,7 @@ use super::fp8::kernel_desc;
 use super::hopper_fp8::HopperFp8;
 use super::hopper_fused::Fused;
 use super::hopper_grad::{self, Gradients};
-use super::offsets::{ByOffsets, Place, Side, table_bytes};
+use super::offsets::{ByOffsets, Place, Segments, Side, table_bytes};
 use super::space::{Sizes, Space};
 use super::split::SplitKeys;
 use crate::attention::desc::bound;
@@ -154,7 +154,7 @@ impl Backward {
     }
 
     /// Returns the rows of a tile of queries, and of keys.
-    fn rows(&self) -> (u64, u64) {
+    pub(super) fn rows(&self) -> (u64, u64) {
         match &self.make {
             Make::Portable(dq, dkv) => (dq.rows, dkv.first().map_or(1, |k| k.rows)),
             Make::Hopper(g) => (g.rows(), g.rows()),
@@ -322,20 +322,20 @@ impl Prepared {
         self.space.wide.as_ref().map_or(Ok(p), |w| w.inputs(stream, d, x, p))
     }
 
-    /// Queues the forward pass of tensors that are held, with the rows of the tables.
+    /// Queues the forward pass of tensors that are held, with the rows that meet.
     pub fn forward(
         &self,
         stream: &CudaStream,
         d: &AttentionDesc,
         p: &TwAttn,
-        tables: (Vec<TwSeg>, Vec<TwSeg>),
+        rows: Segments,
     ) -> Result<()> {
-        if self.kernels.takes_few(&tables) {
-            return self.kernels.attend_few(stream, d, p, tables);
+        if let Segments::Known(tables) = &rows
+            && self.kernels.takes_few(tables)
+        {
+            return self.kernels.attend_few(stream, d, p, tables.clone());
         }
-        let (q, kv) = tables;
-        let other = self.write(stream, 2, kv, 1)?;
-        let own = self.write(stream, 0, q, self.kernels.forward.rows())?;
+        let [own, other] = self.forward_tables(stream, d, rows, self.kernels.forward.rows())?;
         self.attend(stream, d, p, (&own, &other))
     }
 
@@ -370,13 +370,6 @@ impl Prepared {
         let Delta { kernel, rows } = &self.kernels.backward.delta;
         let blocks = (u64::from(p.tokens_q) * u64::from(p.heads_q)).div_ceil(*rows as u64);
         run(stream, kernel, Grid::new(blocks as u32, 256), p)
-    }
-
-    /// Queues the tables of a backward pass. They serve until the next ones are queued.
-    pub fn tables(&self, stream: &CudaStream, (q, kv): (Vec<TwSeg>, Vec<TwSeg>)) -> Result<Sides> {
-        let (of_q, of_kv) = self.kernels.backward.rows();
-        let keys = self.write(stream, 2, kv, of_kv)?;
-        Ok(Sides { keys, queries: self.write(stream, 1, q, of_q)? })
     }
 
     /// Queues dk and dv of every row of keys of the tables, from tensors that are held; `delta` is

@@ -9,6 +9,7 @@ mod prepared;
 mod run;
 mod widen;
 
+pub(super) use crate::attention::device::reset;
 pub(super) use fp8::check;
 pub(super) use nccl::check as check_nccl;
 pub(super) use prepared::{Prepared, check_aligned, may_choose, may_gate};

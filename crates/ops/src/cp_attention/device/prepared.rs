@@ -1,8 +1,8 @@
 //! The results of `prepare` on a device: kernels and private memory.
 
 use tilewire_core::{DType, Result};
-use tilewire_device::Stream;
 use tilewire_device::cuda::{CudaContext, CudaMemory, device_count};
+use tilewire_device::{Stream, Tensor};
 
 use super::fp8::Fp8;
 use super::nccl::Exchange;
@@ -195,6 +195,11 @@ impl Prepared {
     /// Collective, behind the agreement: NCCL, if rows go through it.
     pub fn connect(&self, core: &PlanCore, stream: &Stream) -> Result<()> {
         self.nccl.as_ref().map_or(Ok(()), |n| n.connect(core, stream))
+    }
+
+    /// Returns `[1]` i32, not 0 if offsets of any launch cannot be used.
+    pub fn status(&self) -> &Tensor {
+        self.attention.status()
     }
 
     /// Returns whether rows go through NCCL.

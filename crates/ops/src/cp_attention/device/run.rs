@@ -14,7 +14,9 @@ use tilewire_kernels::abi::TwAttn;
 use tilewire_symm::{Signals, StreamTransport, SymBuf};
 
 use super::prepared::Prepared;
-use crate::attention::device::{Gated, Keys, Parts, inputs, inputs_bwd, param, param_bwd, part};
+use crate::attention::device::{
+    Gated, Keys, Parts, Segments, inputs, inputs_bwd, param, param_bwd, part,
+};
 use crate::attention::{AttnGrads, AttnInputs, AttnOut, AttnSaved, LocalRows, Sequences};
 use crate::common::cuda::{hold, together_on};
 use crate::common::lanes::{Lane, Lanes, Poison, Slots};
@@ -23,7 +25,7 @@ use crate::common::{Bias, LaunchAt, PlanCore};
 use crate::cp_attention::config::KeyOrder;
 use crate::cp_attention::desc::CpAttentionDesc;
 use crate::cp_attention::launch::{CREDIT, KEYS, MEET_BACK, MEET_KEYS, Work};
-use crate::cp_attention::pieces::{GATHER, Piece, Pieces, SCATTER, Sizes};
+use crate::cp_attention::pieces::{Against, GATHER, Piece, Pieces, SCATTER, Sizes};
 use crate::cp_attention::schedule::Schedule;
 use crate::cp_attention::schedules::Made;
 use crate::cp_attention::transfers::{Transfers, flags};
@@ -71,6 +73,10 @@ pub(in crate::cp_attention) fn launch(
             Work::Forward(o) => run.forward(o),
             Work::Backward(b) if run.s.begins_at_once() => run.backward_at_once(&b.0, &b.1),
             Work::Backward(b) => run.backward(&b.0, &b.1),
+        });
+        let done = done.and_then(|()| match &x.offsets {
+            Some(_) => op.p.attention.refuse(run.main(), work.outputs()),
+            None => Ok(()),
         });
         // Tables of many sequences, and parts of many ranks, are many kernels behind one `keep`.
         run.keep();
@@ -123,6 +129,11 @@ impl DeviceRun<'_> {
 
     pub(super) fn pieces(&self) -> Pieces<'_> {
         Pieces { sizes: self.s, sched: self.op.sched, me: self.me() }
+    }
+
+    /// Returns the rows that meet in a kernel of this launch.
+    fn segments(&self, of: Against) -> Segments {
+        self.pieces().segments(of, self.op.seqs, self.x.offsets.as_ref())
     }
 
     /// Returns whether heads are traded: then I compute the queries of my group.
@@ -279,7 +290,7 @@ impl DeviceRun<'_> {
         self.begin_keys(false)?;
         self.keep();
         let base = self.own_operands(base)?;
-        let tables = self.pieces().own_tables(op.seqs);
+        let tables = self.segments(Against::Own);
         // The kernels store 16 bytes of a result at a time, the merge one element. In the canonical
         // order tiles are others.
         let canonical = op.p.config.order == KeyOrder::Canonical;
@@ -299,7 +310,7 @@ impl DeviceRun<'_> {
         let (out, lse) = ((rows * s.hq * s.dv * 4) as u64, (rows * s.hq * 4) as u64);
         // The sink belongs to one part.
         let others = TwAttn { k, v, sink: 0, ..part(base, outs + out, lses + lse) };
-        op.p.attention.forward(self.main(), d, &others, self.pieces().other_tables(op.seqs))?;
+        op.p.attention.forward(self.main(), d, &others, self.segments(Against::Others))?;
         let merge =
             op.p.merge
                 .as_ref()
@@ -320,8 +331,8 @@ impl DeviceRun<'_> {
         let keys = Keys { own, team: team.param(), flags, ends: lists.ends() };
         let all = TwAttn { k, v, ..*base };
         let tables = match op.p.config.order {
-            KeyOrder::Arrival => lists.tables_as_they_come(op.seqs),
-            KeyOrder::Canonical => lists.all_tables(op.seqs),
+            KeyOrder::Arrival => self.segments(Against::AsTheyCome),
+            KeyOrder::Canonical => self.segments(Against::All),
         };
         op.p.attention.forward_gated(self.main(), &op.p.desc, (&all, &keys), tables, gated)?;
         // Counts the flags. The kernel has waited for them, if it had queries.
@@ -341,20 +352,21 @@ impl DeviceRun<'_> {
         let first = (lists.first_key(self.me().idx()) * s.hkv * s.part) as u64;
         let at = |base: u64, dim: usize| base + first * dim as u64;
         let own = TwAttn { dk: at(dk, s.dqk), dv: at(dv, s.dv), ..base };
-        attention.keys(main, d, &own, &attention.tables(main, lists.own_tables(op.seqs))?)?;
+        let tables = |of| attention.tables(main, d, self.segments(of));
+        attention.keys(main, d, &own, &tables(Against::Own)?)?;
         let (k, v) = self.end_keys()?;
         let all = TwAttn { k, v, dk, dv, ..base };
         self.keep();
         // Nobody gets parts of keys that no query of mine sees.
         if op.sched.sees_others() {
-            attention.keys(main, d, &all, &attention.tables(main, lists.other_tables(op.seqs))?)?;
+            attention.keys(main, d, &all, &tables(Against::Others)?)?;
         }
         self.publish_parts()?;
         self.meet(MEET_BACK)?;
         self.l.fork()?;
         self.get_parts(self.l.side)?;
         self.keep();
-        attention.queries(main, d, &all, &attention.tables(main, lists.all_tables(op.seqs))?)?;
+        attention.queries(main, d, &all, &tables(Against::All)?)?;
         self.l.join()?;
         self.widen_parts()?;
         self.add_all(g)
@@ -379,7 +391,7 @@ impl DeviceRun<'_> {
             p.out = self.own(GATHER, 0, rows * s.dv * s.out)?;
         }
         self.keep();
-        op.p.attention.forward(self.main(), d, &p, self.pieces().all_tables(op.seqs))?;
+        op.p.attention.forward(self.main(), d, &p, self.segments(Against::All))?;
         if !self.scatters() {
             return Ok(());
         }
@@ -411,7 +423,7 @@ impl DeviceRun<'_> {
             }
         }
         self.keep();
-        let tables = attention.tables(main, self.pieces().all_tables(op.seqs))?;
+        let tables = attention.tables(main, d, self.segments(Against::All))?;
         attention.keys(main, d, &p, &tables)?;
         attention.queries(main, d, &p, &tables)?;
         if !parts {

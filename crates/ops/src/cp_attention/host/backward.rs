@@ -7,7 +7,7 @@ use tilewire_device::Tensor;
 use tilewire_symm::Permit;
 
 use super::bytes::{narrow, quantise, widen};
-use super::{Fork, HostRun};
+use super::{Fork, HostRun, Now};
 use crate::attention::host::{Core, Operands, store};
 use crate::attention::{AttnGrads, AttnSaved, Extra, Grads, Upstream, rows_first};
 use crate::cp_attention::launch::{Entered, MEET_BACK};
@@ -21,6 +21,7 @@ impl HostRun {
     pub(super) fn backward(
         &self,
         permit: &Entered,
+        now: &Now<'_>,
         extra: Extra,
         saved: &AttnSaved,
         out: &AttnGrads,
@@ -31,10 +32,10 @@ impl HostRun {
         let up = local.up.as_ref().unwrap_or(&none);
         let mut g = Grads::new(&core, rows, out.dbias.is_some());
         let mut own = Dkv::default();
-        self.each_group(&local, |group, [k, v]| {
+        self.each_group((&local, now), |group, [k, v]| {
             g.begin(&core, self.sched.dense(group).len());
             let x = Operands { q: &local.q, k: &k, v: &v };
-            core.backward(&x, up, &self.sched.slices[group], &mut g);
+            core.backward(&x, up, &now.slices[group], &mut g);
             let part = partial(&core, &g);
             if group == self.sched.grid.group && !self.scatters() {
                 // Used in place: no peer gets it.

@@ -8,6 +8,7 @@
 mod backward;
 mod bytes;
 
+use std::borrow::Cow;
 use std::sync::Arc;
 
 use tilewire_core::memory::{filled, filled_or_unwind};
@@ -24,7 +25,8 @@ use super::schedules::Made;
 use super::transfers::{Transfers, flags};
 use crate::attention::host::{Core, Operands, State, store};
 use crate::attention::{
-    AttnConfig, AttnInputs, AttnOut, AttnSaved, Extra, LocalRows, Sequences, Upstream, in_sequence,
+    AttnConfig, AttnInputs, AttnOut, AttnSaved, Extra, LocalRows, Queries, Refused, Sequences,
+    Slice, Upstream, in_sequence,
 };
 use crate::common::{Handoff, Launch, wide};
 
@@ -44,6 +46,8 @@ pub(super) struct HostRun {
     pub signals: Arc<Signals>,
     pub x: AttnInputs,
     pub work: Work,
+    /// Keeps the reason if the offsets of this launch cannot be used.
+    pub refused: Refused,
     pub to_copies: Handoff<Fork>,
     pub to_compute: Handoff<Tensors>,
 }
@@ -63,6 +67,12 @@ struct Local {
     /// Backward only.
     up: Option<Upstream>,
     keys: Keys,
+}
+
+/// The sequences of a launch, and the slices of my group's queries against each area.
+struct Now<'a> {
+    seqs: Cow<'a, Sequences>,
+    slices: Cow<'a, [Vec<Slice>]>,
 }
 
 /// The place of the keys of the groups.
@@ -153,10 +163,38 @@ impl HostRun {
             Enter { credit: slot(CREDIT), tag: *tag, first: slot(flags.start), num: flags.len() };
         let permit = Arc::new(net.enter(ctx, &enter)?);
         let extra = self.x.extra()?;
+        let (now, refused) = match self.now() {
+            Ok(now) => (now, None),
+            // No sequence: this rank moves all rows, as its peers expect.
+            Err(why) => (self.with(Cow::Borrowed(&self.seqs)), Some(why)),
+        };
         match &self.work {
-            Work::Forward(o) => self.forward(&permit, &extra, o),
-            Work::Backward(b) => self.backward(&permit, extra, &b.0, &b.1),
+            Work::Forward(o) => self.forward(&permit, &now, &extra, o)?,
+            Work::Backward(b) => self.backward(&permit, &now, extra, &b.0, &b.1)?,
         }
+        if let Some(why) = refused {
+            self.work.poison();
+            self.refused.keep(why);
+        }
+        Ok(())
+    }
+
+    /// Returns the sequences of this launch, which it reads if they are offsets.
+    fn now(&self) -> Result<Now<'_>> {
+        let Some(o) = &self.x.offsets else {
+            let (seqs, slices) = (&self.seqs, &self.sched.slices);
+            return Ok(Now { seqs: Cow::Borrowed(seqs), slices: Cow::Borrowed(slices) });
+        };
+        let seqs = o.read((self.seqs.tokens_q, self.seqs.tokens_kv))?;
+        self.desc.attn.check_launch(&seqs)?;
+        Ok(self.with(Cow::Owned(seqs)))
+    }
+
+    /// Returns other sequences than those of the schedule.
+    fn with<'a>(&self, seqs: Cow<'a, Sequences>) -> Now<'a> {
+        let queries = Queries::new(&self.sched.member_q.concat(), &seqs, &self.desc.attn.mask);
+        let slices = self.sched.areas.iter().map(|area| queries.slices(area)).collect();
+        Now { slices, seqs }
     }
 
     fn core(&self, bias: Vec<f32>) -> Core {
@@ -254,13 +292,13 @@ impl HostRun {
     /// the next ones. It waits for keys that are still on their way.
     fn each_group(
         &self,
-        local: &Local,
+        (local, now): (&Local, &Now<'_>),
         mut f: impl FnMut(usize, [Vec<f32>; 2]) -> Result<()>,
     ) -> Result<()> {
         let (s, g, ctx) = (&self.sizes, &self.sched.grid, self.ctx());
         let mut one = |group: usize, keys: &KeyBytes<'_>, rows| {
             ctx.compute("attend")?;
-            let sees = !self.sched.slices[group].is_empty();
+            let sees = !now.slices[group].is_empty();
             f(group, if sees { keys.widen(&rows) } else { Default::default() })
         };
         let dense = |group| self.sched.dense(group);
@@ -301,16 +339,16 @@ impl HostRun {
         Ok(s.published().1.into_iter().zip(&s.wire).map(tensor).collect())
     }
 
-    fn forward(&self, permit: &Entered, extra: &Extra, o: &AttnOut) -> Result<()> {
+    fn forward(&self, permit: &Entered, now: &Now<'_>, extra: &Extra, o: &AttnOut) -> Result<()> {
         let (core, rows) = (self.core(extra.bias.clone()), self.sched.rows_q());
         let local = self.begin(permit, None)?;
         let mut state = State::new(&core.dims, rows);
-        self.each_group(&local, |group, [k, v]| {
+        self.each_group((&local, now), |group, [k, v]| {
             let x = Operands { q: &local.q, k: &k, v: &v };
-            core.forward(&x, &self.sched.slices[group], &mut state);
+            core.forward(&x, &now.slices[group], &mut state);
             Ok(())
         })?;
-        let live = in_sequence(&self.sched.member_q.concat(), &self.seqs);
+        let live = in_sequence(&self.sched.member_q.concat(), &now.seqs);
         let (out, lse) = core.finish(&state, extra.sink.as_deref(), &live);
         if !self.scatters() {
             store(&o.out, &out)?;
