@@ -55,6 +55,11 @@ pub struct Spec {
     /// Of attention that is here: gradients have the same bits in every run.
     #[pyo3(item)]
     pub deterministic: bool,
+    /// Of rows that are divided: those of all ranks, of queries and of keys, where tensors have the
+    /// offsets.
+    #[pyo3(item)]
+    #[serde(default)]
+    pub tokens: Option<[usize; 2]>,
 }
 
 /// Heads and head dimension of a packed tensor.
@@ -314,20 +319,24 @@ fn local_plan_of(
     }
     let mut s = spec.sequences()?;
     if matches!(offsets, Offsets::Read) {
-        // As on a device: rows behind the last sequence are of none.
-        let [q, kv] = forms.rows();
-        for (what, tokens, rows) in [("q", &mut s.tokens_q, q), ("k", &mut s.tokens_kv, kv)] {
-            if *tokens > rows {
-                return Err(Error::invalid(format!("the sequences have more rows than `{what}`"))
-                    .expected(format_args!("at most {rows}"))
-                    .seen(*tokens));
-            }
-            *tokens = rows;
-        }
+        with_rows(&mut s, forms.rows())?;
     }
     let desc = spec.local(forms, &s)?;
     x.sequences = Some(s);
     local_plan(place, desc, (stream, order))
+}
+
+/// Gives sequences the rows of their tensors: as on a device, rows behind the last one are of none.
+fn with_rows(s: &mut Sequences, [q, kv]: [usize; 2]) -> Result<()> {
+    for (what, tokens, rows) in [("q", &mut s.tokens_q, q), ("k", &mut s.tokens_kv, kv)] {
+        if *tokens > rows {
+            return Err(Error::invalid(format!("the sequences have more rows than `{what}`"))
+                .expected(format_args!("at most {rows}"))
+                .seen(*tokens));
+        }
+        *tokens = rows;
+    }
+    Ok(())
 }
 
 /// The order in which a plan adds gradients of queries.
@@ -421,6 +430,38 @@ fn cp_plan(
 }
 
 impl Spec {
+    /// The description of a call whose rows are divided among `size` ranks, and its sequences or
+    /// offsets among its inputs. Those in tensors are of exactly so many rows.
+    fn divided(
+        &self,
+        offsets: Offsets,
+        x: &mut AttnInputs,
+        size: usize,
+    ) -> Result<CpAttentionDesc> {
+        let forms = Forms::from(&*x);
+        let Some(tokens) = self.tokens else {
+            let (desc, s) = self.cp(forms, size)?;
+            x.sequences = Some(s);
+            return Ok(desc);
+        };
+        let num = if let Offsets::Device(o) = offsets {
+            let num = o.num();
+            x.offsets = Some(*o);
+            num
+        } else {
+            let mut s = self.sequences()?;
+            with_rows(&mut s, tokens)?;
+            let num = s.q.len();
+            x.sequences = Some(s);
+            num
+        };
+        let mut attn = self.form(forms)?;
+        let ([tokens_q, tokens_kv], none) = (tokens, vec![0..0; planned_for(num)]);
+        attn.sequences = Sequences { tokens_q, tokens_kv, q: none.clone(), kv: none };
+        let layout: Layout = self.layout.parse()?;
+        Ok(CpAttentionDesc { layout, a2a_size: self.a2a_size, ..CpAttentionDesc::new(attn) })
+    }
+
     /// The strategy of keys, or `gated`, which is `all_gather` by one kernel that waits for keys
     /// where it meets them.
     pub fn config(&self) -> Result<Option<CpConfig>> {
@@ -441,7 +482,7 @@ impl Spec {
 pub fn cp_attention_fwd(
     py: Python<'_>,
     world: u64,
-    spec: Spec,
+    mut spec: Spec,
     tensors: Tensors<'_>,
     grad: bool,
     dbias: bool,
@@ -449,6 +490,7 @@ pub fn cp_attention_fwd(
 ) -> PyResult<()> {
     let call = Call::new(py, "cp_attention", world)?;
     let (mut x, out) = inputs(&call, &tensors)?;
+    let offsets = offsets(&call, &tensors, &mut spec)?;
     call.run(py, |stream| {
         let added = [(dbias, &x.bias), (dsink, &x.sink)];
         for of in
@@ -459,9 +501,8 @@ pub fn cp_attention_fwd(
                 .describe(Form { shape, dtype: DType::F32 })?;
             collective::plan(&call.member, &desc, stream)?;
         }
-        let (mut desc, sequences) = spec.cp(Forms::from(&x), call.size())?;
+        let mut desc = spec.divided(offsets, &mut x, call.size())?;
         desc.backward = grad;
-        x.sequences = Some(sequences);
         cp_plan(&call.member, desc, spec.config()?, stream)?.launch_fwd(stream, &x, out)
     })
 }
@@ -471,16 +512,16 @@ pub fn cp_attention_fwd(
 pub fn cp_attention_bwd(
     py: Python<'_>,
     world: u64,
-    spec: Spec,
+    mut spec: Spec,
     tensors: Tensors<'_>,
     grads: Gradients<'_>,
 ) -> PyResult<()> {
     let call = Call::new(py, "cp_attention_bwd", world)?;
     let (mut x, out) = inputs(&call, &tensors)?;
     let (saved, grads) = gradients(&call, out, &grads)?;
+    let offsets = offsets(&call, &tensors, &mut spec)?;
     call.run(py, |stream| {
-        let (desc, sequences) = spec.cp(Forms::from(&x), call.size())?;
-        x.sequences = Some(sequences);
+        let desc = spec.divided(offsets, &mut x, call.size())?;
         cp_plan(&call.member, desc, spec.config()?, stream)?.launch_bwd(stream, &x, saved, grads)
     })
 }

@@ -164,10 +164,15 @@ class Job:
 
 
 class Attention:
-    """A local attention of packed rows, by lists or by offsets in memory of the device."""
+    """An attention of packed rows, by lists or by offsets in memory of the device: local, or of
+    rows that are divided among two ranks of a world."""
 
-    def __init__(self, numbers, rank):
-        self.q, self.k, self.v = (Raw(a.shape, rank).write(a) for a in numbers["qkv"])
+    def __init__(self, numbers, rank, world=None):
+        qkv, self.world, self.tokens = numbers["qkv"], world, numbers["qkv"].shape[1]
+        if world:
+            half = (self.tokens + 1) // 2
+            qkv = qkv[:, rank * half : (rank + 1) * half]
+        self.q, self.k, self.v = (Raw(a.shape, rank).write(a) for a in qkv)
         rows, heads, _ = self.q.dims
         self.out, self.lse = Raw(self.q.dims, rank), Raw((heads, rows), rank)
         self.cu = Raw(numbers["documents"].shape[1:], rank, np.int32)
@@ -175,13 +180,16 @@ class Attention:
 
     def call(self, cu=None):
         spec = dict(left=None, right=0, scale=None, softcap=None, dropout_p=0.0, seed=0)
-        spec.update(layout="contiguous", strategy=None, a2a_size=1, deterministic=True)
+        spec.update(layout="contiguous", strategy=None, a2a_size=1, deterministic=True, tokens=None)
         lists = [] if cu is None else [int(n) for n in cu]
         spec.update(cu_q=lists, cu_kv=lists)
         tensors = dict(q=self.q, k=self.k, v=self.v, bias=None, sink=None)
         at = self.cu if cu is None else None
         tensors.update(out=self.out, lse=self.lse, cu_q=at, cu_kv=at, scales=None)
-        _native.attention_fwd(spec, tensors)
+        if self.world is None:
+            return _native.attention_fwd(spec, tensors)
+        spec.update(strategy="all_gather", tokens=[self.tokens] * 2 if cu is None else None)
+        _native.cp_attention_fwd(self.world.handle, spec, tensors, False, False, False)
 
     def poison(self):
         for t in (self.out, self.lse):
@@ -197,12 +205,16 @@ def follow(attention, documents, stream):
     found = []
     for cu in documents:
         attention.poison()
-        if cu[-1] != attention.q.dims[0]:
+        if cu[-1] != attention.tokens:
             found.append(attention.results())
             continue
         elsewhere(lambda cu=cu: attention.call(cu), stream.value)
         checked("cuStreamSynchronize", stream)
         found.append(attention.results())
+    if attention.world:
+        # Its plan is of exactly so many rows, and none is made in a capture.
+        elsewhere(attention.call, stream.value)
+        checked("cuStreamSynchronize", stream)
     graph, exec_ = c_void_p(), c_void_p()
     checked("cuStreamBeginCapture_v2", stream, RELAXED)
     elsewhere(attention.call, stream.value)
@@ -214,7 +226,8 @@ def follow(attention, documents, stream):
         checked("cuGraphLaunch", exec_, stream)
         checked("cuStreamSynchronize", stream)
         found.append(attention.results())
-    return {f"attention_{n}": np.stack([f[i] for f in found]) for i, n in enumerate(("out", "lse"))}
+    name = "divided" if attention.world else "attention"
+    return {f"{name}_{n}": np.stack([f[i] for f in found]) for i, n in enumerate(("out", "lse"))}
 
 
 def main():
@@ -259,7 +272,9 @@ def main():
         checked("cuGraphLaunch", exec_, stream)
         checked("cuStreamSynchronize", stream)
         replayed.append(job.results())
-    followed = follow(Attention(numbers, rank), numbers["documents"], stream)
+    followed = {}
+    for of in (None, world):
+        followed |= follow(Attention(numbers, rank, of), numbers["documents"], stream)
     world.check()
     memory = world.memory()
     # Who leaves first ends what others wait for; nobody leaves before all have looked.

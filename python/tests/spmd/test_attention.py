@@ -256,6 +256,38 @@ def test_packed_documents_that_change(world, device, gen, layout):
     assert world.memory()["plans_made"] == made
 
 
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
+def test_packed_documents_in_tensors(world, device, gen, layout):
+    """Read when the call runs; rows behind the last document are zero."""
+    n = 10 * world.size + 1
+    qkv = [randn(gen, n, h, 8) for h in (4, 2, 2)]
+    d_out = randn(gen, n, 4, 8)
+    of = dict(cu_seqlens=[0, n], layout=layout)
+    made = None
+    for lens in ([4, n - 4], [n - 7, 3, 2], [0, 5]):
+        cu = [0]
+        for length in lens:
+            cu.append(cu[-1] + length)
+        refs = [t.clone().requires_grad_() for t in qkv]
+        ref, _ = dense(*(t[: cu[-1]] for t in refs), cu)
+        ref.backward(d_out[: cu[-1]])
+        mine = [leaf(tw.cp_shard(t, **of), torch.float32, device) for t in qkv]
+        at = torch.tensor(cu, device=device)
+        out = tw.cp_attention(*mine, cu_seqlens_q=at, layout=layout, tokens=n)
+        whole = tw.cp_unshard(out.detach(), **of).cpu().double()
+        torch.testing.assert_close(whole[: cu[-1]], ref, rtol=1e-4, atol=1e-4)
+        assert not whole[cu[-1] :].any()
+        out.backward(tw.cp_shard(d_out, **of).to(out))
+        for a, b in zip(mine, refs):
+            want = tw.cp_shard(b.grad, **of)
+            torch.testing.assert_close(a.grad.cpu().double(), want, rtol=1e-4, atol=1e-4)
+        made = made or world.memory()["plans_made"]
+    assert world.memory()["plans_made"] <= made + (device.type == "cuda")
+    for bad in ([0, 5], None):
+        with pytest.raises(tilewire.InvalidArgument, match="`tokens` is for"):
+            tw.cp_attention(*mine, cu_seqlens_q=bad, layout=layout, tokens=n)
+
+
 @pytest.mark.parametrize("kw", [{}, dict(causal=False), dict(causal=False, window=(5, 2))])
 def test_balanced_documents(world, device, gen, kw):
     """Documents of any lengths, divided by the work under the mask; gradients, too."""

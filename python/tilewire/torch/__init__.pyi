@@ -461,6 +461,7 @@ def cp_attention(
     strategy: _Strategy = None,
     a2a_size: int | None = None,
     layout: _Layout = "zigzag_per_sequence",
+    tokens: int | tuple[int, int] | None = None,
     return_lse: Literal[False] = False,
 ) -> Tensor: ...
 @overload
@@ -483,6 +484,7 @@ def cp_attention(
     strategy: _Strategy = None,
     a2a_size: int | None = None,
     layout: _Layout = "zigzag_per_sequence",
+    tokens: int | tuple[int, int] | None = None,
     return_lse: Literal[True],
 ) -> tuple[Tensor, Tensor]:
     """Attention of rows that are divided among the ranks: each holds a part of every sequence."""

@@ -143,7 +143,14 @@ def _lengths(x, cu, size, what):
 def _arguments(q, k, world, size, kw):
     """Offsets in tensors (none, twice, if they are on the host), and the rest beside tensors."""
     left, right = _window(kw["causal"], kw["window"])
-    late = None if world else _late(q, k, kw["cu_seqlens_q"], kw["cu_seqlens_kv"])
+    late, tokens, strategy = None, kw.get("tokens"), kw["strategy"]
+    if not world or tokens is not None:
+        late = _late(q, k, kw["cu_seqlens_q"], kw["cu_seqlens_kv"])
+    if tokens is not None:
+        if late is None or kw["cu_seqlens_q"] is None:
+            raise InvalidArgument("`tokens` is for `cu_seqlens_q` in a tensor on the device of q")
+        tokens = [int(n) for n in (tokens if isinstance(tokens, (tuple, list)) else (tokens,) * 2)]
+        strategy = strategy or "all_gather"
     if late is None:
         given_q = _offsets(kw["cu_seqlens_q"], "cu_seqlens_q")
         given_kv = _offsets(kw["cu_seqlens_kv"], "cu_seqlens_kv")
@@ -154,8 +161,8 @@ def _arguments(q, k, world, size, kw):
         cu_q = cu_kv = []
     softcap = kw["softcap"] or None
     spec = (cu_q, cu_kv, left, right, kw["scale"], softcap, float(kw["dropout_p"]))
-    spec += (int(kw["seed"]), kw["layout"], kw["strategy"], kw["a2a_size"] or 1)
-    return late, spec + (bool(kw.get("deterministic", True)),)
+    spec += (int(kw["seed"]), kw["layout"], strategy, kw["a2a_size"] or 1)
+    return late, spec + (bool(kw.get("deterministic", True)), tokens)
 
 
 def _run(q, k, v, world, size, kw):
@@ -282,6 +289,7 @@ def cp_attention(
     strategy=None,
     a2a_size=None,
     layout="zigzag_per_sequence",
+    tokens=None,
     return_lse=False,
 ):
     """Attention of rows that are divided among the ranks: each holds a part of every sequence.
@@ -294,8 +302,8 @@ def cp_attention(
         window: (left, right): the most keys seen before and behind; -1 or None is no limit.
         cu_seqlens_q, cu_seqlens_kv: global row offsets of packed sequences, [sequences + 1], lists
             or tensors on the host; those of the queries serve for the keys, too. On a GPU they are
-            copied, with a warning, and refused during a capture. The longest sequence
-            (``max_seqlen`` elsewhere) follows from them.
+            copied, with a warning, and refused during a capture, unless ``tokens`` says how many
+            rows there are. The longest sequence (``max_seqlen`` elsewhere) follows from them.
         scale: of the scores. Default: d ** -0.5.
         bias: [1 or heads, sq, skv] f32, added to the scores of every sequence.
         softcap: bound of the scores: softcap * tanh(scores / softcap).
@@ -312,6 +320,11 @@ def cp_attention(
             2 P - 1 - r, as TransformerEngine and Megatron divide), "zigzag" (the same of all rows
             together), "contiguous", or "balanced" (equal rows and equal work of any documents,
             whole ones where that balances; not of [b, s, heads, d]). :func:`cp_shard` divides.
+        tokens: the rows of all ranks together (of queries and of keys, if these differ). With it
+            offsets are tensors on q's device, equal on all ranks, which are read when the call
+            runs: nobody waits for them, and a CUDA graph follows offsets that change, as in
+            :func:`attention`. On a GPU this is for the layouts "zigzag" and "contiguous", and for
+            the strategies "all_gather" (the default then) and "gated": all rows of keys travel.
         return_lse: also return the log-sum-exp of my rows.
 
     Returns:
@@ -323,6 +336,7 @@ def cp_attention(
     kw = dict(causal=causal, window=window, scale=scale, bias=bias, softcap=softcap, sink=sink)
     kw.update(cu_seqlens_q=cu_seqlens_q, cu_seqlens_kv=cu_seqlens_kv, return_lse=return_lse)
     kw.update(dropout_p=dropout_p, seed=seed, layout=layout, strategy=strategy, a2a_size=a2a_size)
+    kw["tokens"] = tokens
     world = handle_of(group)
     return _run(q, k, v, world, _ops.size_of(world), kw)
 

@@ -471,6 +471,7 @@ def _spec(
     strategy,
     a2a_size,
     deterministic,
+    tokens,
 ):
     return {
         "cu_q": cu_q,
@@ -485,6 +486,7 @@ def _spec(
         "strategy": strategy,
         "a2a_size": a2a_size,
         "deterministic": deterministic,
+        "tokens": tokens,
     }
 
 
@@ -557,7 +559,7 @@ def _attention_backward(
 _SPEC = (
     "int[] cu_q, int[] cu_kv, int? left, int? right, float? scale, float? softcap,"
     " float dropout_p, int seed, str layout, str? strategy, int a2a_size,"
-    " bool deterministic"
+    " bool deterministic, int[]? tokens"
 )
 attention = _define(
     "attention(Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? sink, Tensor? at_q,"
