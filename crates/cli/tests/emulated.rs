@@ -37,8 +37,9 @@ const FOUR: &str = "cp_attention/hybrid/zigzag/full+dims+sink,cp_attention/hybri
     cp_attention/all_gather/zigzag/full+dims+sink,\
     cp_attention/all_to_all/zigzag_per_sequence/window+padded+softcap+sink";
 
-/// Attention whose tiles wait for their keys.
+/// Attention whose tiles wait for their keys; by offsets of several documents, too.
 const GATED: &str = "cp_attention/gated/zigzag/causal+gqa/hopper,cp_attention/gated/zigzag/causal+gqa+tiny/hopper,\
+    cp_attention/gated/contiguous/window+padded+softcap/hopper,\
     cp_attention/gated/balanced/window+padded+softcap+sink/hopper";
 
 /// Strategies, and layouts with features of f32: each of these by two of the strategies, each
@@ -84,7 +85,7 @@ const RUNS: [Run; 13] = [
     (MOVES, "8", 8, 90, "bf16", 15),
     (PAIRS, "2", 2, 90, "f32", 30),
     ("ep,bulk", "2,3", 3, 90, "", 2 * 27),
-    (GATED, "3", 3, 90, "", 3),
+    (GATED, "3", 3, 90, "", 4),
     ("grouped_gemm", "1", 1, 90, "", 17),
     (FUSED, "2", 2, 90, "", 18),
     ("attention", "1", 1, 90, "", 53),
@@ -127,7 +128,7 @@ static ALL: Mutex<()> = Mutex::new(());
 fn run(mut command: Command, name: &str) -> String {
     let begun = Instant::now();
     // Peers wait while a kernel is compiled, beside all other tests, for longer than on GPUs.
-    let out = command.env("TILEWIRE_TIMEOUT_S", "300").output().unwrap();
+    let out = command.env("TILEWIRE_TIMEOUT_S", "600").output().unwrap();
     let (said, errors) =
         (String::from_utf8_lossy(&out.stdout), String::from_utf8_lossy(&out.stderr));
     // Rows that are wrong come last: of a long message the end is kept.

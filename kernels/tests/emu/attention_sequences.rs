@@ -86,11 +86,13 @@ impl Side {
     /// The most segments with rows, and the tiles of a launch: as the host computes them.
     fn most(&self) -> usize {
         let runs = if self.at.is_some() { 2 * self.num() } else { self.num() + 1 };
-        runs + self.parts().len() - 1
+        runs + self.parts().len().saturating_sub(1)
     }
 
     fn tiles(&self) -> u32 {
-        self.num_rows() / self.tile + self.most() as u32
+        // No row, no tile.
+        let rows = self.num_rows();
+        if rows == 0 { 0 } else { rows / self.tile + self.most() as u32 }
     }
 
     /// The global row of each of the tensors, in the order of the parts.
@@ -260,6 +262,9 @@ fn divided(lib: &'static Lib) {
             check(lib, [&of_q, &Side::packed(&kv, 3, tile_kv).divided(&keys, &places, 6)]);
         }
     }
+    // A rank without queries.
+    let none = Side::packed(&[5, 9], 2, 4).divided(&[], &[], 6);
+    check(lib, [&none, &Side::packed(&[4, 9], 1, 1)]);
     // As many parts as there may be, each of a sequence of its own.
     let many = Side::packed(&[3; PARTS], 0, 2);
     let chunks: Vec<_> = (0..PARTS).rev().collect();

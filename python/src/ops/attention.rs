@@ -200,7 +200,11 @@ impl Spec {
 
 /// Sequences that stand for all of at most as many rows, and as many of them.
 fn most(rows: [usize; 2], num: usize, multiple: usize) -> Sequences {
-    let [q, kv] = rows.map(|rows| tokens(rows, multiple));
+    exactly(rows.map(|rows| tokens(rows, multiple)), num)
+}
+
+/// The same of exactly so many rows.
+fn exactly([q, kv]: [usize; 2], num: usize) -> Sequences {
     let mut s = Sequences::one(q, kv);
     s.q.resize(planned_for(num), q..q);
     s.kv.resize(planned_for(num), kv..kv);
@@ -319,7 +323,7 @@ fn local_plan_of(
     }
     let mut s = spec.sequences()?;
     if matches!(offsets, Offsets::Read) {
-        with_rows(&mut s, forms.rows())?;
+        with_rows(&mut s, forms.rows(), ["q", "k"])?;
     }
     let desc = spec.local(forms, &s)?;
     x.sequences = Some(s);
@@ -327,8 +331,9 @@ fn local_plan_of(
 }
 
 /// Gives sequences the rows of their tensors: as on a device, rows behind the last one are of none.
-fn with_rows(s: &mut Sequences, [q, kv]: [usize; 2]) -> Result<()> {
-    for (what, tokens, rows) in [("q", &mut s.tokens_q, q), ("k", &mut s.tokens_kv, kv)] {
+fn with_rows(s: &mut Sequences, rows: [usize; 2], of: [&str; 2]) -> Result<()> {
+    let sides = [&mut s.tokens_q, &mut s.tokens_kv];
+    for ((tokens, rows), what) in sides.into_iter().zip(rows).zip(of) {
         if *tokens > rows {
             return Err(Error::invalid(format!("the sequences have more rows than `{what}`"))
                 .expected(format_args!("at most {rows}"))
@@ -436,7 +441,7 @@ impl Spec {
         &self,
         offsets: Offsets,
         x: &mut AttnInputs,
-        size: usize,
+        (rank, size): (Rank, usize),
     ) -> Result<CpAttentionDesc> {
         let forms = Forms::from(&*x);
         let Some(tokens) = self.tokens else {
@@ -444,21 +449,40 @@ impl Spec {
             x.sequences = Some(s);
             return Ok(desc);
         };
+        let (layout, mut attn): (Layout, _) = (self.layout.parse()?, self.form(forms)?);
+        let mut all = Sequences::one(tokens[0], tokens[1]);
         let num = if let Offsets::Device(o) = offsets {
             let num = o.num();
             x.offsets = Some(*o);
             num
         } else {
             let mut s = self.sequences()?;
-            with_rows(&mut s, tokens)?;
-            let num = s.q.len();
-            x.sequences = Some(s);
-            num
+            with_rows(&mut s, tokens, ["tokens", "tokens"])?;
+            x.sequences = Some(s.clone());
+            all = s;
+            all.q.len()
         };
-        let mut attn = self.form(forms)?;
-        let ([tokens_q, tokens_kv], none) = (tokens, vec![0..0; planned_for(num)]);
-        attn.sequences = Sequences { tokens_q, tokens_kv, q: none.clone(), kv: none };
-        let layout: Layout = self.layout.parse()?;
+        // Before a plan is made, which other ranks would wait for.
+        let mine = [
+            layout.rows_q(&all, &attn.mask, rank, size),
+            layout.rows_kv(&all, &attn.mask, rank, size),
+        ];
+        for ((spans, rows), what) in mine.into_iter().zip(forms.rows()).zip(["q", "k"]) {
+            let want: usize = spans.iter().map(|s| s.len()).sum();
+            if want != rows {
+                return Err(Error::invalid(format!("`{what}` has other rows than this rank"))
+                    .expected(format_args!("{want} of {tokens:?} `tokens`"))
+                    .seen(rows));
+            }
+        }
+        // A bias says how long sequences may be: none of those of the plan is longer.
+        attn.sequences = match attn.bias {
+            Some(_) => {
+                let none = vec![0..0; planned_for(num)];
+                Sequences { q: none.clone(), kv: none, ..Sequences::one(tokens[0], tokens[1]) }
+            }
+            None => exactly(tokens, num),
+        };
         Ok(CpAttentionDesc { layout, a2a_size: self.a2a_size, ..CpAttentionDesc::new(attn) })
     }
 
@@ -501,7 +525,7 @@ pub fn cp_attention_fwd(
                 .describe(Form { shape, dtype: DType::F32 })?;
             collective::plan(&call.member, &desc, stream)?;
         }
-        let mut desc = spec.divided(offsets, &mut x, call.size())?;
+        let mut desc = spec.divided(offsets, &mut x, (call.member.team.rank(), call.size()))?;
         desc.backward = grad;
         cp_plan(&call.member, desc, spec.config()?, stream)?.launch_fwd(stream, &x, out)
     })
@@ -521,7 +545,7 @@ pub fn cp_attention_bwd(
     let (saved, grads) = gradients(&call, out, &grads)?;
     let offsets = offsets(&call, &tensors, &mut spec)?;
     call.run(py, |stream| {
-        let desc = spec.divided(offsets, &mut x, call.size())?;
+        let desc = spec.divided(offsets, &mut x, (call.member.team.rank(), call.size()))?;
         cp_plan(&call.member, desc, spec.config()?, stream)?.launch_bwd(stream, &x, saved, grads)
     })
 }

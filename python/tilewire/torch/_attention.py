@@ -140,6 +140,14 @@ def _lengths(x, cu, size, what):
     return [0, x.shape[0] * size]
 
 
+def _numbers(tokens):
+    """Rows of queries and of keys."""
+    both = list(tokens) if isinstance(tokens, (tuple, list)) else [tokens, tokens]
+    if len(both) != 2 or not all(isinstance(n, (int, torch.SymInt)) and n >= 0 for n in both):
+        raise InvalidArgument(f"`tokens` must be a number of rows, or those of q and k: {tokens}")
+    return both
+
+
 def _arguments(q, k, world, size, kw):
     """Offsets in tensors (none, twice, if they are on the host), and the rest beside tensors."""
     left, right = _window(kw["causal"], kw["window"])
@@ -149,7 +157,7 @@ def _arguments(q, k, world, size, kw):
     if tokens is not None:
         if late is None or kw["cu_seqlens_q"] is None:
             raise InvalidArgument("`tokens` is for `cu_seqlens_q` in a tensor on the device of q")
-        tokens = [int(n) for n in (tokens if isinstance(tokens, (tuple, list)) else (tokens,) * 2)]
+        tokens = _numbers(tokens)
         strategy = strategy or "all_gather"
     if late is None:
         given_q = _offsets(kw["cu_seqlens_q"], "cu_seqlens_q")
@@ -323,8 +331,9 @@ def cp_attention(
         tokens: the rows of all ranks together (of queries and of keys, if these differ). With it
             offsets are tensors on q's device, equal on all ranks, which are read when the call
             runs: nobody waits for them, and a CUDA graph follows offsets that change, as in
-            :func:`attention`. On a GPU this is for the layouts "zigzag" and "contiguous", and for
-            the strategies "all_gather" (the default then) and "gated": all rows of keys travel.
+            :func:`attention`. On a GPU this is for the layouts "zigzag" and "contiguous" (not the
+            default) and the strategies "all_gather" (the default then) and "gated", of at most 32
+            ranks whose GPUs reach each other. Each number is a plan, made outside of a capture.
         return_lse: also return the log-sum-exp of my rows.
 
     Returns:
@@ -336,8 +345,8 @@ def cp_attention(
     kw = dict(causal=causal, window=window, scale=scale, bias=bias, softcap=softcap, sink=sink)
     kw.update(cu_seqlens_q=cu_seqlens_q, cu_seqlens_kv=cu_seqlens_kv, return_lse=return_lse)
     kw.update(dropout_p=dropout_p, seed=seed, layout=layout, strategy=strategy, a2a_size=a2a_size)
-    kw["tokens"] = tokens
     world = handle_of(group)
+    kw["tokens"] = tokens
     return _run(q, k, v, world, _ops.size_of(world), kw)
 
 

@@ -6,8 +6,11 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use tilewire_core::{DType, Error, Result};
 use tilewire_device::Tensor;
 
-use super::Sequences;
+use super::{AttentionDesc, Sequences};
 use crate::common::Named;
+
+/// Sequences of a launch by offsets that every plan takes; more if its description has more.
+pub(crate) const SEQUENCES: usize = 512;
 
 /// Offsets of packed sequences, in tensors on the device of the launch, which reads them when it
 /// runs. All are i32 `[n + 1]`, for `n` sequences (at least one); those that are not needed have no
@@ -16,6 +19,8 @@ use crate::common::Named;
 /// Offsets that cannot be used make the results NaN, and
 /// [`AttentionPlan::check`](super::AttentionPlan::check) or
 /// [`CpAttentionPlan::check`](crate::cp_attention::CpAttentionPlan::check) reports it.
+///
+/// A plan takes those of at most 512 sequences, or as many as its description has.
 ///
 /// In `cp_attention` the offsets are those of the global tensors, equal on all ranks.
 #[derive(Clone, Debug)]
@@ -97,7 +102,14 @@ impl AttnOffsets {
         ]
     }
 
-    pub(crate) fn check(&self) -> Result<()> {
+    /// Checks them for a launch of a plan for `d`.
+    pub(crate) fn check(&self, d: &AttentionDesc) -> Result<()> {
+        let most = d.sequences.q.len().max(SEQUENCES);
+        if self.num() > most {
+            return Err(Error::invalid("the offsets are of more sequences than the plan")
+                .expected(format_args!("at most {most}"))
+                .seen(self.num()));
+        }
         if self.num() == 0 {
             return Err(Error::invalid("offsets of no sequence")
                 .expected("at least two offsets")

@@ -166,7 +166,7 @@ impl AttentionPlan {
             }
             // Those of the sequences are known when the launch runs.
             (Some(o), None) => {
-                o.check()?;
+                o.check(&self.desc)?;
                 let rows = |t: &AttnOperand| t.data.shape().dims().first().copied().unwrap_or(0);
                 let (tokens_q, tokens_kv) = (rows(&x.q), rows(&x.k));
                 Sequences { tokens_q, tokens_kv, q: Vec::new(), kv: Vec::new() }

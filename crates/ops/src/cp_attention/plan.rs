@@ -292,8 +292,9 @@ impl CpAttentionPlan {
     /// whatever the offsets are.
     ///
     /// # Errors
-    /// `NotPrepared`.
+    /// As [`CpAttentionPlan::takes_offsets`].
     pub fn predict_by_offsets(&self, pass: Pass) -> Result<Traffic> {
+        self.takes_offsets()?;
         let (strategy, team) = (self.config()?.strategy, self.core.team());
         let sizes = Sizes::new(&self.desc, strategy, team.size());
         let (sched, me) = (&*self.of_any(strategy), team.rank());
@@ -304,8 +305,8 @@ impl CpAttentionPlan {
     ///
     /// # Errors
     /// `NotPrepared`, `InvalidArgument` for tensors that do not fit, on devices also for those of
-    /// 16 bits that kernels use in place and that do not begin at multiples of 16 bytes; the fault
-    /// of the team.
+    /// 16 bits that kernels use in place and that do not begin at multiples of 16 bytes;
+    /// `Unsupported` for offsets that the plan does not take; the fault of the team.
     pub fn launch_fwd(
         &self,
         stream: &Stream,
@@ -388,7 +389,8 @@ impl CpAttentionPlan {
     /// (`zigzag` or `contiguous`).
     pub fn takes_offsets(&self) -> Result<()> {
         let (d, config, size) = (&self.desc, self.config()?, self.core.team().size());
-        let by_nccl = self.cuda.get().is_some_and(|used| used.by.by_nccl());
+        let by_nccl = at_first(self.core.heap(), self.backend) == CollectiveBackend::Nccl
+            || self.cuda.get().is_some_and(|used| used.by.by_nccl());
         let why = match () {
             () if by_nccl => "keys travel through NCCL".to_owned(),
             () if config.strategy != Strategy::AllGather => {
@@ -412,7 +414,7 @@ impl CpAttentionPlan {
         if x.sequences.is_some() {
             return Err(Error::invalid("a launch has sequences or offsets, not both"));
         }
-        o.check()?;
+        o.check(&self.desc.attn)?;
         self.takes_offsets()?;
         let all = &self.desc.attn.sequences;
         let s = Sequences { q: Vec::new(), kv: Vec::new(), ..all.clone() };

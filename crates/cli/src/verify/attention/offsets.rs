@@ -7,8 +7,9 @@ use tilewire::device::{Pending, Stream};
 use tilewire::ops::attention::{
     AttentionPlan, AttnGrads, AttnInputs, AttnOffsets, AttnOut, AttnSaved, Sequences,
 };
-use tilewire::ops::cp_attention::CpAttentionPlan;
+use tilewire::ops::cp_attention::{CpAttentionPlan, Pass};
 use tilewire::prelude::*;
+use tilewire::symm::Traffic;
 
 use super::Problem;
 use crate::verify::Ctx;
@@ -29,10 +30,12 @@ pub trait TakesOffsets {
     ) -> Result<Pending<AttnGrads>>;
     fn check(&self) -> Result<()>;
     fn reset(&self, s: &Stream) -> Result<()>;
+    /// The traffic of a launch by offsets.
+    fn traffic(&self, pass: Pass) -> Result<Traffic>;
 }
 
 macro_rules! takes_offsets {
-    ($plan:ty, |$p:ident| $sequences:expr) => {
+    ($plan:ty, |$p:ident| $sequences:expr, |$pass:ident| $traffic:expr) => {
         impl TakesOffsets for $plan {
             fn sequences(&self) -> &Sequences {
                 let $p = self;
@@ -60,12 +63,20 @@ macro_rules! takes_offsets {
             fn reset(&self, s: &Stream) -> Result<()> {
                 <$plan>::reset(self, s)
             }
+
+            fn traffic(&self, $pass: Pass) -> Result<Traffic> {
+                let $p = self;
+                $traffic
+            }
         }
     };
 }
 
-takes_offsets!(AttentionPlan, |p| &p.desc().sequences);
-takes_offsets!(CpAttentionPlan, |p| &p.desc().attn.sequences);
+takes_offsets!(AttentionPlan, |p| &p.desc().sequences, |_pass| {
+    let _local = p;
+    Ok(Traffic::new())
+});
+takes_offsets!(CpAttentionPlan, |p| &p.desc().attn.sequences, |pass| p.predict_by_offsets(pass));
 
 /// The global rows of this rank.
 pub struct Rows<'a> {
@@ -163,11 +174,16 @@ pub fn refused(
     let (num_q, num_kv) = rows.num();
     let (good, o) = (p.out(ctx, num_q)?, p.out(ctx, num_q)?);
     let (saved, g) = (p.saved(ctx, &good, rows.q)?, p.grads(ctx, num_q, num_kv)?);
+    // What moves is the same, whatever the offsets are.
+    let before = ctx.team.traffic();
     let fwd = plan.fwd(&ctx.stream, &x, o.clone())?.wait().and_then(|_| plan.check());
     ctx.check(fwd.is_err(), || "offsets behind the rows are taken".to_owned());
+    ctx.traffic("forward by offsets", &before, &plan.traffic(Pass::Forward)?);
     plan.reset(&ctx.stream)?;
+    let before = ctx.team.traffic();
     let bwd = plan.bwd(&ctx.stream, &x, saved, g.clone())?.wait().and_then(|_| plan.check());
     ctx.check(bwd.is_err(), || "offsets behind the rows are taken, backward".to_owned());
+    ctx.traffic("backward by offsets", &before, &plan.traffic(Pass::Backward)?);
     plan.reset(&ctx.stream)?;
     ctx.stream.synchronize()?;
     plan.check()?;

@@ -155,7 +155,8 @@ impl Local {
                     return by.fp8(stream, (d, &given, &p), (f, values), tables.clone());
                 }
                 let p = by.widened(stream, d, (x, rows), p)?;
-                by.forward(stream, wide, &p, segments(&given))?;
+                let rows = tables.map_or_else(|| segments(&given), Segments::Known);
+                by.forward(stream, wide, &p, rows)?;
                 if x.offsets.is_some() { by.refuse(stream, [&out.out, &out.lse]) } else { Ok(()) }
             })
         })

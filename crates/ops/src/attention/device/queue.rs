@@ -23,6 +23,7 @@ use super::offsets::{ByOffsets, Place, Segments, Side, table_bytes};
 use super::space::{Sizes, Space};
 use super::split::SplitKeys;
 use crate::attention::desc::bound;
+use crate::attention::offsets::SEQUENCES;
 use crate::attention::table::number_tiles;
 use crate::attention::{AttentionDesc, AttnBackend, AttnGrads, AttnInputs, AttnSaved, LocalRows};
 use crate::common::cuda::{addr, fit_32_bits, load, no_kernel};
@@ -95,7 +96,7 @@ fn fitting_segs(d: &AttentionDesc, pieces: (usize, usize)) -> Result<usize> {
             .seen(s.tokens_q.max(s.tokens_kv)));
     }
     // Before the first sequence may lie rows of none. Launches may have more sequences.
-    let segs = pieces.0 * s.q.len().max(512) + 1 + pieces.1;
+    let segs = pieces.0 * s.q.len().max(SEQUENCES) + 1 + pieces.1;
     let tiles = s.tokens_q.max(s.tokens_kv) / PLAIN_ROWS as usize + segs;
     fit_32_bits("attention", &[tiles * d.heads_q])?;
     // A bias may be wider than any sequence. A thread makes an element of its gradient.
