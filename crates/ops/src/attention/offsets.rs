@@ -9,7 +9,8 @@ use tilewire_device::Tensor;
 use super::{AttentionDesc, Sequences};
 use crate::common::Named;
 
-/// Sequences of a launch by offsets that every plan takes; more if its description has more.
+/// Sequences with padding of a launch by offsets that every plan takes; more if its description has
+/// more.
 pub(crate) const SEQUENCES: usize = 512;
 
 /// Offsets of packed sequences, in tensors on the device of the launch, which reads them when it
@@ -20,7 +21,8 @@ pub(crate) const SEQUENCES: usize = 512;
 /// [`AttentionPlan::check`](super::AttentionPlan::check) or
 /// [`CpAttentionPlan::check`](crate::cp_attention::CpAttentionPlan::check) reports it.
 ///
-/// A plan takes those of at most 512 sequences, or as many as its description has.
+/// A plan takes those of at most 512 sequences, or as many as its description has, and of twice as
+/// many without padding.
 ///
 /// In `cp_attention` the offsets are those of the global tensors, equal on all ranks.
 #[derive(Clone, Debug)]
@@ -104,7 +106,9 @@ impl AttnOffsets {
 
     /// Checks them for a launch of a plan for `d`.
     pub(crate) fn check(&self, d: &AttentionDesc) -> Result<()> {
-        let most = d.sequences.q.len().max(SEQUENCES);
+        // Their tables have segments of the rows between sequences, too.
+        let times = if self.padded.is_some() { 1 } else { 2 };
+        let most = times * d.sequences.q.len().max(SEQUENCES);
         if self.num() > most {
             return Err(Error::invalid("the offsets are of more sequences than the plan")
                 .expected(format_args!("at most {most}"))

@@ -153,3 +153,21 @@ fn fast_enough_to_train_with_and_reproducible() {
     assert!(same, "bits differ from run to run");
     assert!(best < 0.2, "{best} s");
 }
+
+/// As many sequences as the tables of a plan hold, whatever the parts of rows that a rank has.
+#[test]
+fn offsets_of_more_sequences_than_a_plan_takes_are_refused() {
+    let d = AttentionDesc::new(8, (2, 2), 4, DType::F32, AttnMask::CAUSAL);
+    let of = |num: usize| Tensor::zeros(DType::I32, Shape::d1(num + 1));
+    let both = |num| (of(num), of(num));
+    let check = |o: AttnOffsets| o.check(&d).map_err(|e| e.to_string());
+    for num in [1, 600, 1024] {
+        check(AttnOffsets::packed(of(num), of(num))).unwrap();
+    }
+    let e = check(AttnOffsets::packed(of(1025), of(1025))).unwrap_err();
+    assert!(e.contains("at most 1024, got 1025"), "{e}");
+    check(AttnOffsets::padded(both(512), both(512))).unwrap();
+    let e = check(AttnOffsets::padded(both(513), both(513))).unwrap_err();
+    assert!(e.contains("at most 512, got 513"), "{e}");
+    assert!(check(AttnOffsets::packed(of(0), of(0))).unwrap_err().contains("no sequence"));
+}
