@@ -24,7 +24,7 @@ use tilewire_core::{Error, ErrorKind, Rank, Result};
 use super::host::{Peers, store};
 use crate::heap::{Heap, HeapInner};
 use crate::protocol;
-use crate::team::lock;
+use crate::team::{LiveTeam, TeamInner, lock};
 
 const PUT: u64 = 1;
 const GET: u64 = 2;
@@ -34,8 +34,9 @@ const ARRIVE: u64 = 5;
 const STORE: u64 = 6;
 const BYE: u64 = 7;
 
-/// The longest that the end of a heap waits until a peer has received all messages.
-const LINGER: Duration = Duration::from_millis(500);
+/// The longest that the end of a heap waits until a peer has received all messages: its thread may
+/// get no processor for a while.
+const LINGER: Duration = Duration::from_secs(5);
 
 /// The kind of a message, then its arguments: see `serve`.
 type Header = [u64; 4];
@@ -121,8 +122,11 @@ impl Peers for Sockets {
 }
 
 /// Carries out the messages of `src` until it hangs up or the heap ends.
+///
+/// A count that ends a wait of this rank is raised without the heap: the rank may go on and drop
+/// its heap before this thread does, and then say goodbye before the heap's messages have arrived.
 fn serve(
-    heap: &Weak<HeapInner>,
+    (heap, team): &(Weak<HeapInner>, Weak<TeamInner>),
     src: Rank,
     mut requests: UnixStream,
     mut replies: UnixStream,
@@ -140,6 +144,18 @@ fn serve(
             replies.write_all(&[1])?;
             continue;
         }
+        if matches!(kind, SIGNAL | GRANT | ARRIVE) {
+            let Some(team) = team.upgrade().map(LiveTeam) else { return Ok(()) };
+            let (ctl, me) = (&team.0.ctl, team.rank());
+            let count = || ctl.count(me, a as usize, src);
+            match kind {
+                SIGNAL => protocol::signal(count(), b),
+                GRANT => protocol::grant(count(), ctl.tag(me, a as usize, src), c),
+                _ => protocol::arrive(ctl.inbox(me, a as usize, src), b),
+            }
+            ctl.ring(me);
+            continue;
+        }
         let Some(inner) = heap.upgrade() else { return Ok(()) };
         let heap = Heap(inner);
         let (ctl, me) = (&heap.team().0.ctl, heap.team().rank());
@@ -149,17 +165,11 @@ fn serve(
                 heap.0.map.read(me.idx(), a as usize, &mut bytes);
                 replies.write_all(&bytes)?;
             }
-            STORE => {
+            _ => {
                 let words: Vec<u64> =
                     bytes.chunks_exact(8).map(bytemuck::pod_read_unaligned).collect();
                 store(&heap, me, a as usize, &words);
             }
-            SIGNAL => protocol::signal(ctl.count(me, a as usize, src), b),
-            GRANT => {
-                let (count, tag) = (ctl.count(me, a as usize, src), ctl.tag(me, a as usize, src));
-                protocol::grant(count, tag, c);
-            }
-            _ => protocol::arrive(ctl.inbox(me, a as usize, src), b),
         }
         ctl.ring(me);
     }
@@ -219,9 +229,9 @@ impl Heap {
         }
         for (src, ends) in Rank::all(names.len()).zip(accepted) {
             let [Some(requests), Some(replies)] = ends else { continue };
-            let heap = Arc::downgrade(&self.0);
+            let here = (Arc::downgrade(&self.0), Arc::downgrade(&team.0));
             std::thread::spawn(move || {
-                if let Err(e) = serve(&heap, src, requests, replies) {
+                if let Err(e) = serve(&here, src, requests, replies) {
                     log::debug!("rank {} has hung up: {e}", src.get());
                 }
             });
