@@ -281,7 +281,7 @@ impl Hopper {
             (param.maps, param.addresses) = (table.maps(), table.addresses());
             hold(stream, table);
         }
-        let [a, b, d] = self.maps(pass, v, p)?;
+        let [a, b, d] = self.maps((pass, v), by_map, p)?;
         let grid = Grid::new(self.num_clusters(pass, v) * CLUSTER, THREADS)
             .shared(v.grouped_shared_bytes())
             .clusters([CLUSTER, 1, 1]);
@@ -358,8 +358,14 @@ impl Hopper {
         most.clamp(1, self.clusters as usize) as u32
     }
 
-    /// The tensor maps of A, B and D, as `hopper/sm90_grouped_gemm.cu` wants them.
-    fn maps(&self, pass: Pass, v: &Variant, p: &TwGrouped) -> Result<[RawTensorMap; 3]> {
+    /// The tensor maps of A, B and D, as `hopper/sm90_grouped_gemm.cu` wants them. `by_map`: D is
+    /// f32, and is added to by its map.
+    fn maps(
+        &self,
+        (pass, v): (Pass, &Variant),
+        by_map: bool,
+        p: &TwGrouped,
+    ) -> Result<[RawTensorMap; 3]> {
         let (d, t) = (&self.desc, self.desc.dtype);
         let cols = d.out_cols();
         let [of_a, of_b, of_d] = match pass {
@@ -373,19 +379,15 @@ impl Hopper {
                 planes(t, [d.groups, d.n, d.k], v.b_rows()),
                 ragged(d.out, d.k, STORE_ROWS),
             ],
-            Pass::Wgrad if adds_by_map(d, p.g.d) && v.out_f32 => [
-                ragged(t, d.n, TILE_K),
-                ragged(t, d.k, TILE_K),
-                map_of_sums([d.groups.max(1) * d.n, d.k], d.k),
-            ],
-            Pass::Wgrad => [
-                ragged(t, d.n, TILE_K),
-                ragged(t, d.k, TILE_K),
-                planes(d.grad, [d.groups, d.n, d.k], STORE_ROWS),
-            ],
+            Pass::Wgrad => {
+                let of_d = match by_map {
+                    true => map_of_sums([d.groups.max(1) * d.n, d.k], d.k),
+                    false => planes(d.grad, [d.groups, d.n, d.k], STORE_ROWS),
+                };
+                [ragged(t, d.n, TILE_K), ragged(t, d.k, TILE_K), of_d]
+            }
         };
         // Another D of f32 is not described: any map will do.
-        let by_map = pass == Pass::Wgrad && adds_by_map(d, p.g.d);
         let (of_d, at_d) = if v.out_f32 && !by_map { (of_a, p.g.a) } else { (of_d, p.g.d) };
         // What lies there the caller answers for, as for every address of a launch. A tensor
         // without elements may be nowhere, which no map describes: nothing of it is read.
