@@ -127,8 +127,9 @@ impl<'a> Queries<'a> {
     }
 
     /// Returns the global rows of keys, inside of sequences, at which what one of these spans of
-    /// queries may see begins, or behind which it ends.
-    pub fn edges(&self) -> Vec<usize> {
+    /// queries may see begins, or behind which it ends, by tiles of `tile` rows of a sequence.
+    pub fn edges(&self, tile: usize) -> Vec<usize> {
+        let tile = tile as i64;
         let mut out = Vec::new();
         for (span, _) in &self.spans {
             let first = self.seqs.q.partition_point(|s| s.end <= span.start);
@@ -142,6 +143,8 @@ impl<'a> Queries<'a> {
                 let at = |row: usize| (row - sq.start) as i64 + shift;
                 let begins = self.mask.left.map(|left| at(start) - bound(left));
                 let ends = self.mask.right.map(|right| at(end) + bound(right));
+                let begins = begins.map(|j| j.div_euclid(tile) * tile);
+                let ends = ends.map(|j| -(-j).div_euclid(tile) * tile);
                 let inside = begins.into_iter().chain(ends).filter(|j| (1..len).contains(j));
                 out.extend(inside.map(|j| skv.start + j as usize));
             }

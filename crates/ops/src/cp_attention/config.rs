@@ -98,8 +98,8 @@ pub enum KeyOrder {
     Arrival,
     /// Ascending in the global rows, by tiles that begin at multiples of 128 rows of a sequence:
     /// out and lse have the same bits on any number of ranks, one among them. Each rank's rows of
-    /// each sequence must begin there, too, and the mask must show whole sequences or all keys up
-    /// to the query, of the same sequences. Gradients are not made in that order.
+    /// each sequence must begin there, too. Whole tiles travel of what a window ends in. Gradients
+    /// are not made in that order.
     Canonical,
 }
 
@@ -148,11 +148,6 @@ impl CpConfig {
         if self.order == KeyOrder::Canonical && !self.gated {
             return Err(Error::invalid("keys in the canonical order need gates")
                 .hint("set `gated`, and the strategy all_gather"));
-        }
-        let mask = &d.attn.mask;
-        let window = mask.left.is_some() || mask.right.is_some_and(|right| right > 0);
-        if self.order == KeyOrder::Canonical && window {
-            return Err(Error::invalid("a window ends within tiles of the canonical order"));
         }
         Ok(())
     }

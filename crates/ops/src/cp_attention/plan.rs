@@ -283,7 +283,7 @@ impl CpAttentionPlan {
         if by_nccl || self.backend == CollectiveBackend::Nccl {
             return Ok(only_meets(team));
         }
-        let sched = Schedule::new(&self.desc, s, strategy, me, size);
+        let sched = Schedule::in_tiles(&self.desc, s, strategy, (me, size), self.tile());
         let sizes = Sizes::new(&self.desc, strategy, size);
         Ok(Pieces { sizes: &sizes, sched: &sched, me }.traffic(pass))
     }
@@ -346,6 +346,12 @@ impl CpAttentionPlan {
 
     fn local_rows(&self, s: &Sequences) -> LocalRows {
         LocalRows { q: num_rows(&self.rows_q(Some(s))), kv: num_rows(&self.rows_kv(Some(s))) }
+    }
+
+    /// Returns the rows of a sequence at whose multiples spans of keys may begin.
+    fn tile(&self) -> usize {
+        let canonical = self.used.get().is_some_and(|c| c.order == KeyOrder::Canonical);
+        if canonical { WHOLE } else { 1 }
     }
 
     /// Checks, alike on all ranks, that tiles are whole where their order is canonical.
@@ -439,7 +445,7 @@ impl CpAttentionPlan {
         let at = (self.core.team().rank(), self.core.team().size());
         match x.offsets {
             Some(_) => self.of_any(strategy),
-            None => self.schedules.get((&self.desc, strategy), (seqs, rows), at),
+            None => self.schedules.get((&self.desc, strategy, self.tile()), (seqs, rows), at),
         }
     }
 

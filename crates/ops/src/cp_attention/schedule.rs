@@ -105,15 +105,17 @@ fn by_edges(spans: Vec<Range<usize>>, edges: &[usize]) -> Vec<(Range<usize>, boo
 
 /// Returns the rows at which what some group sees begins or ends, ascending: none where whole
 /// sequences are visible, or all of them up to the diagonal, at which shards of equal rows end.
+/// They are where tiles of `tile` rows of a sequence begin.
 fn edges<'a>(
     queries: impl Iterator<Item = Queries<'a>>,
     mask: &AttnMask,
     s: &Sequences,
+    tile: usize,
 ) -> Vec<usize> {
     let equal = || (s.tokens_q, &s.q) == (s.tokens_kv, &s.kv);
     let cuts = mask.left.is_some() || mask.right.is_some_and(|right| right > 0 || !equal());
     let mut all: Vec<usize> =
-        if cuts { queries.flat_map(|q| q.edges()).collect() } else { Vec::new() };
+        if cuts { queries.flat_map(|q| q.edges(tile)).collect() } else { Vec::new() };
     all.sort_unstable();
     all.dedup();
     all
@@ -137,18 +139,14 @@ fn needed(queries: &Queries<'_>, spans: &[Range<usize>], sequences: &[Range<usiz
     needed
 }
 
-/// Returns why tiles of `tile` rows are not the same on any number of ranks under a mask without a
-/// window; none if they are: each rank's rows of a sequence begin at a multiple of that.
+/// Returns why tiles of `tile` rows are not the same on any number of ranks; none if they are: each
+/// rank's rows of a sequence begin at a multiple of that.
 pub(super) fn cuts_tiles(
     d: &CpAttentionDesc,
     s: &Sequences,
     size: usize,
     tile: usize,
 ) -> Option<String> {
-    let (mask, whole) = (&d.attn.mask, (s.tokens_q, &s.q) == (s.tokens_kv, &s.kv));
-    if mask.right.is_some() && !whole {
-        return Some("under a causal mask queries and keys have other sequences".to_owned());
-    }
     let cut = |spans: Vec<Range<usize>>, sequences: &[Range<usize>]| {
         by_sequence(&spans, sequences).into_iter().find_map(|span| {
             let of = &sequences.get(sequences.partition_point(|s| s.end <= span.start))?;
@@ -209,12 +207,24 @@ impl Schedule {
         me: Rank,
         size: usize,
     ) -> Self {
+        Self::in_tiles(d, seqs, strategy, (me, size), 1)
+    }
+
+    /// Computes the schedule of rank `me` whose spans of keys begin at multiples of `tile` rows of
+    /// a sequence, if all ranks' rows do ([`cuts_tiles`]).
+    pub fn in_tiles(
+        d: &CpAttentionDesc,
+        seqs: &Sequences,
+        strategy: Strategy,
+        (me, size): (Rank, usize),
+        tile: usize,
+    ) -> Self {
         let grid = Grid::new(me, size, strategy.inner(d, size));
         let members =
             |g: usize| (0..grid.inner).map(move |i| Rank::new((g * grid.inner + i) as u32));
         let rows_q = |g| members(g).map(|r| d.rows_q(seqs, r, size)).collect::<Vec<_>>();
         let queries = |g| Queries::new(&rows_q(g).concat(), seqs, &d.attn.mask);
-        let edges = edges((0..grid.outer).map(queries), &d.attn.mask, seqs);
+        let edges = edges((0..grid.outer).map(queries), &d.attn.mask, seqs, tile);
         let cut = |r| by_edges(by_sequence(&d.rows_kv(seqs, r, size), &seqs.kv), &edges);
         let (keys, continues): (Vec<Vec<_>>, Vec<Vec<bool>>) =
             Rank::all(size).map(|r| cut(r).into_iter().unzip()).unzip();
@@ -347,9 +357,49 @@ mod tests {
             let said = of(layout, cu, mask).unwrap_or_default();
             assert!(said.contains(why), "{layout:?} {cu:?}: {said}");
         }
-        let seqs = Sequences::packed(&[0, 16], &[0, 32]).unwrap();
-        let attn = AttentionDesc::new(16, (1, 1), 8, DType::BF16, causal);
-        let d = CpAttentionDesc::new(AttentionDesc { sequences: seqs.clone(), ..attn });
-        assert!(cuts_tiles(&d, &seqs, 2, 4).is_some_and(|why| why.contains("other sequences")));
+    }
+
+    /// Under windows, and where keys have other sequences than queries, too.
+    #[test]
+    fn spans_in_tiles_begin_with_them_and_hold_what_is_seen() {
+        let (tile, size) = (4, 3);
+        let mut cut = 0;
+        for (q, kv) in [(&[0, 24, 48][..], &[0, 24, 48][..]), (&[0, 48], &[0, 72])] {
+            let seqs = Sequences::packed(q, kv).unwrap();
+            for mask in [AttnMask::window(5, 2), AttnMask::window(9, 0), AttnMask::CAUSAL] {
+                let attn = AttentionDesc::new(48, (1, 1), 8, DType::BF16, mask);
+                let layout = Layout::Contiguous;
+                let attn = AttentionDesc { sequences: seqs.clone(), ..attn };
+                let d = CpAttentionDesc { layout, ..CpAttentionDesc::new(attn) };
+                assert_eq!(cuts_tiles(&d, &seqs, size, tile), None);
+                for me in Rank::all(size) {
+                    let of = |tile| {
+                        let at = (me, size);
+                        Schedule::in_tiles(&d, &seqs, Strategy::AllGather, at, tile)
+                    };
+                    let (tiled, exact) = (of(tile), of(1));
+                    let rows = |s: &Schedule| -> Vec<usize> {
+                        let spans = s.areas.concat().into_iter().zip(s.needed.concat());
+                        spans.filter(|(_, n)| *n).flat_map(|(rows, _)| rows).collect()
+                    };
+                    let begins = |row: usize| {
+                        let of = seqs.kv.iter().rfind(|s| s.start <= row).unwrap();
+                        (row - of.start).is_multiple_of(tile)
+                    };
+                    assert!(tiled.areas.concat().iter().all(|s| begins(s.start)), "{mask:?}");
+                    let (all, seen) = (rows(&tiled), rows(&exact));
+                    assert!(seen.iter().all(|row| all.contains(row)), "{mask:?}");
+                    // No tile without a row that is seen.
+                    let tile_of = |rows: &[usize]| -> Vec<usize> {
+                        let mut tiles: Vec<_> = rows.iter().map(|row| row / tile).collect();
+                        tiles.dedup();
+                        tiles
+                    };
+                    assert_eq!(tile_of(&all), tile_of(&seen), "{mask:?}");
+                    cut += all.len() - seen.len();
+                }
+            }
+        }
+        assert!(cut > 10, "{cut}");
     }
 }

@@ -72,10 +72,11 @@ impl Schedules {
         self.kept().iter().find(|m| m.seqs == *seqs).map(|m| m.rows)
     }
 
-    /// Returns the schedule of rank `me`, which has `rows`, and computes it if need be.
+    /// Returns the schedule of rank `me`, which has `rows`, and computes it if need be. `tile` is
+    /// always the same for a plan.
     pub fn get(
         &self,
-        (d, strategy): (&CpAttentionDesc, Strategy),
+        (d, strategy, tile): (&CpAttentionDesc, Strategy, usize),
         (seqs, rows): (&Sequences, LocalRows),
         (me, size): (Rank, usize),
     ) -> Arc<Made> {
@@ -84,7 +85,7 @@ impl Schedules {
             return made.clone();
         }
         // Not under the lock; two threads that miss at once make two that are equal.
-        let mine = Schedule::new(d, seqs, strategy, me, size);
+        let mine = Schedule::in_tiles(d, seqs, strategy, (me, size), tile);
         let seqs = seqs.clone();
         let made = Arc::new(Made { seqs, strategy, rows, mine, others: OnceLock::new() });
         let mut kept = self.kept();
@@ -119,7 +120,7 @@ mod tests {
         let get = |s: Strategy, n| {
             let q = num_rows(&d.rows_q(&packed(n), me, size));
             let rows = LocalRows { q, kv: q };
-            let made = kept.get((&d, s), (&packed(n), rows), (me, size));
+            let made = kept.get((&d, s, 1), (&packed(n), rows), (me, size));
             assert_eq!(kept.rows(&packed(n)), Some(rows));
             let new = |r| Schedule::new(&d, &packed(n), s, r, size);
             let same = |a: &Schedule, b: &Schedule| {

@@ -466,22 +466,44 @@ fn keys_leave_a_rank_whose_tiles_wait_on_its_multiprocessors() {
     .unwrap();
 }
 
+/// A plan in the canonical order: layout, offsets of queries and of keys, mask.
+type Canonical<'a> = (Layout, &'a [usize], &'a [usize], AttnMask);
+
 /// In the canonical order every row has the same bits of out and lse on one, two and all ranks,
-/// and what would cut tiles is refused on all of them alike.
+/// also where a window ends inside of tiles, and where keys have other sequences than queries. What
+/// would cut tiles is refused on all ranks alike.
 #[test]
 fn rows_have_the_same_bits_on_any_number_of_ranks() {
     let Some(n) = ranks() else { return };
     let _turn = DEVICES.lock().unwrap_or_else(PoisonError::into_inner);
     // Chunks of a multiple of 128 rows on all of them.
     let rows = 256 * n * (1 + n % 2);
+    let (cu, causal) = (&[0, 128, rows][..], AttnMask::CAUSAL);
+    same_bits_on_any_ranks(n, (Layout::Zigzag, cu, cu, causal), Some(&[0, 130, rows]));
+    let (rows, window) = (rows / 2, AttnMask::window(150, 70));
+    for (cu_q, cu_kv, mask) in [
+        ([0, 128, rows], [0, 128, rows], window),
+        ([0, 128, rows], [0, rows - 128, rows], causal),
+        ([0, rows - 128, rows], [0, 128, rows], AttnMask::window(100, 0)),
+    ] {
+        same_bits_on_any_ranks(n, (Layout::Contiguous, &cu_q, &cu_kv, mask), None);
+    }
+}
+
+/// `cut`: offsets that are refused.
+fn same_bits_on_any_ranks(n: usize, plan: Canonical<'_>, cut: Option<&[usize]>) {
+    let (layout, cu_q, cu_kv, mask) = plan;
+    let rows = cu_q[cu_q.len() - 1];
     let mut sizes = vec![1, 2, n];
     sizes.dedup();
     let config =
         CpConfig { gated: true, order: KeyOrder::Canonical, ..CpConfig::of(Strategy::AllGather) };
-    let of = |cu: &[usize]| -> Result<CpAttentionDesc> {
-        let seqs = Sequences::packed(cu, cu)?;
-        let d = Documents { layout: Layout::Zigzag, seqs, travels: Vec::new() };
-        Ok(desc(&d, (DType::BF16, 64), false))
+    let of = |q: &[usize], kv: &[usize]| -> Result<CpAttentionDesc> {
+        let seqs = Sequences::packed(q, kv)?;
+        let d = Documents { layout, seqs, travels: Vec::new() };
+        let mut d = desc(&d, (DType::BF16, 64), false);
+        d.attn.mask = mask;
+        Ok(d)
     };
     // Of each number of ranks, the bits of each row.
     let all: Mutex<BTreeMap<(usize, usize), Vec<u8>>> = Mutex::default();
@@ -492,18 +514,17 @@ fn rows_have_the_same_bits_on_any_number_of_ranks() {
             let heap = team.heap(BackendKind::Vmm, HeapCfg::new(64 << 20))?;
             let Device::Cuda(ctx) = heap.device() else { panic!("a heap of the host") };
             let s = Stream::on(&ctx)?;
-            let cut = CpAttentionPlan::new(of(&[0, 130, rows])?, &heap, Some(config))?;
-            cut.prepare(&s)?;
-            let case = Case::new(&cut.desc().attn);
-            let t = Tensors::new(&cut, &case, &heap)?;
-            let e = cut.launch_fwd(&s, &t.x, t.out.clone()).map(drop).unwrap_err();
-            assert!(
-                e.kind() == ErrorKind::InvalidArgument && e.to_string().contains("whole"),
-                "{e}"
-            );
-            drop(cut);
+            if let Some(cu) = cut {
+                let cut = CpAttentionPlan::new(of(cu, cu)?, &heap, Some(config))?;
+                cut.prepare(&s)?;
+                let case = Case::new(&cut.desc().attn);
+                let t = Tensors::new(&cut, &case, &heap)?;
+                let e = cut.launch_fwd(&s, &t.x, t.out.clone()).map(drop).unwrap_err();
+                let whole = e.to_string().contains("whole");
+                assert!(e.kind() == ErrorKind::InvalidArgument && whole, "{e}");
+            }
             heap.collect()?;
-            let plan = CpAttentionPlan::new(of(&[0, 128, rows])?, &heap, Some(config))?;
+            let plan = CpAttentionPlan::new(of(cu_q, cu_kv)?, &heap, Some(config))?;
             plan.prepare(&s)?;
             let case = Case::new(&plan.desc().attn);
             let t = Tensors::new(&plan, &case, &heap)?;
