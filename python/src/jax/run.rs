@@ -6,8 +6,9 @@ use tilewire::core::ScaleLayout;
 use tilewire::device::Device;
 use tilewire::ops::ag_gemm::AgGemmInputs;
 use tilewire::ops::attention::{
-    AttentionPlan, AttnGrads, AttnInputs, AttnOffsets, AttnOut, AttnSaved,
+    AttentionPlan, AttnGrads, AttnInputs, AttnOffsets, AttnOut, AttnSaved, Sequences,
 };
+use tilewire::ops::cp_attention::CpAttentionPlan;
 use tilewire::ops::ep::{EpDispatch, EpHandle, EpPlan};
 use tilewire::ops::gemm::Operand;
 use tilewire::ops::gemm_rs::GemmRsInputs;
@@ -80,12 +81,7 @@ impl Slot {
             }
             Body::Grouped(plan) => call.grouped(plan),
             Body::Attention(plan, sequences) => {
-                let (mut x, out) = call.attention()?;
-                x.sequences = sequences.clone();
-                if sequences.is_none() {
-                    let (q, kv) = (call.arg("cu_q")?, call.arg("cu_kv")?);
-                    x.offsets = Some(AttnOffsets::packed(q, kv));
-                }
+                let (x, out) = call.attention(sequences.as_ref())?;
                 let fits = call.checked(plan, AttentionPlan::check, AttentionPlan::reset);
                 if site.spec.op == Op::Attention {
                     return call.then(plan.launch_fwd(stream, &x, out)?, fits);
@@ -94,13 +90,13 @@ impl Slot {
                 call.then(plan.launch_bwd(stream, &x, saved, grads)?, fits)
             }
             Body::CpAttention(plan, sequences) => {
-                let (mut x, out) = call.attention()?;
-                x.sequences = Some(sequences.clone());
+                let (x, out) = call.attention(sequences.as_ref())?;
+                let fits = call.checked(plan, CpAttentionPlan::check, CpAttentionPlan::reset);
                 if site.spec.op == Op::CpAttention {
-                    return call.finish(plan.launch_fwd(stream, &x, out)?);
+                    return call.then(plan.launch_fwd(stream, &x, out)?, fits);
                 }
                 let (saved, grads) = call.gradients(out)?;
-                call.finish(plan.launch_bwd(stream, &x, saved, grads)?)
+                call.then(plan.launch_bwd(stream, &x, saved, grads)?, fits)
             }
             Body::Ep(plan, handle) => call.ep(plan, handle),
             Body::Permute(plan, map) => call.permute(plan, map),
@@ -245,8 +241,13 @@ impl Launch<'_> {
         }
     }
 
-    fn attention(&self) -> Result<(AttnInputs, AttnOut)> {
+    /// The tensors of an attention of these sequences, or of those of offsets among the arguments.
+    fn attention(&self, sequences: Option<&Sequences>) -> Result<(AttnInputs, AttnOut)> {
         let mut x = AttnInputs::new(self.arg("q")?, self.arg("k")?, self.arg("v")?);
+        x.sequences = sequences.cloned();
+        if sequences.is_none() {
+            x.offsets = Some(AttnOffsets::packed(self.arg("cu_q")?, self.arg("cu_kv")?));
+        }
         x.bias = self.optional("bias");
         x.sink = self.optional("sink");
         let given = |name| self.optional(name).or_else(|| self.result(name));

@@ -41,7 +41,7 @@ pub enum Body {
     Grouped(Arc<GroupedGemmPlan>),
     /// Without sequences, by offsets among the arguments.
     Attention(Arc<AttentionPlan>, Option<Sequences>),
-    CpAttention(CpAttentionPlan, Sequences),
+    CpAttention(Arc<CpAttentionPlan>, Option<Sequences>),
     Ep(Arc<EpPlan>, EpHandle),
     Permute(PermutePlan, PermuteMap),
     Quant(QuantPlan),
@@ -333,7 +333,10 @@ fn made(heap: &Heap, stream: &Stream, desc: Desc) -> Result<Body> {
         Desc::CpAttention(d, sequences, config) => {
             let plan = grown(heap, || CpAttentionPlan::new(d.clone(), heap, config))?;
             plan.prepare(stream)?;
-            Ok(Body::CpAttention(plan, sequences))
+            if sequences.is_none() {
+                plan.takes_offsets()?;
+            }
+            Ok(Body::CpAttention(Arc::new(plan), sequences))
         }
         Desc::Ep(d, num_sms) => {
             let plan = grown(heap, || EpPlan::new(d.clone(), heap))?;

@@ -143,7 +143,8 @@ pub enum Desc {
     Grouped(GroupedDesc),
     /// Without sequences, offsets are among its arguments.
     Attention(AttentionDesc, Option<Sequences>),
-    CpAttention(CpAttentionDesc, Sequences, Option<CpConfig>),
+    /// Without sequences, those of offsets among the arguments.
+    CpAttention(CpAttentionDesc, Option<Sequences>, Option<CpConfig>),
     Ep(EpDesc, Option<usize>),
     Permute(PermuteDesc),
     Quant(QuantDesc),
@@ -240,12 +241,19 @@ impl Spec {
             }
             Op::CpAttention | Op::CpAttentionBwd => {
                 let spec = self.attention()?;
+                if let Some(num) = self.num_sequences()? {
+                    let mut desc = spec.divided_by_offsets(self.forms()?, num)?;
+                    desc.backward = self.params.grad;
+                    desc.check(size)?;
+                    self.check_tokens(&desc.attn.sequences, size)?;
+                    return Ok(Desc::CpAttention(desc, None, spec.config()?));
+                }
                 let (mut desc, sequences) = spec.cp(self.forms()?, size)?;
                 desc.backward = self.params.grad;
                 desc.check(size)?;
                 desc.check_launch(&sequences, size)?;
                 self.check_tokens(&sequences, size)?;
-                Ok(Desc::CpAttention(desc, sequences, spec.config()?))
+                Ok(Desc::CpAttention(desc, Some(sequences), spec.config()?))
             }
             Op::EpDispatch | Op::EpCombine | Op::EpDispatchBwd | Op::EpCombineBwd => self.ep(size),
             Op::Permute | Op::PermuteBwd | Op::Unpermute | Op::UnpermuteBwd => self.permute(),

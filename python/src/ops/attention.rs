@@ -449,7 +449,7 @@ impl Spec {
             x.sequences = Some(s);
             return Ok(desc);
         };
-        let (layout, mut attn): (Layout, _) = (self.layout.parse()?, self.form(forms)?);
+        let (layout, mask) = (self.layout.parse::<Layout>()?, self.form(forms)?.mask);
         let mut all = Sequences::one(tokens[0], tokens[1]);
         let num = if let Offsets::Device(o) = offsets {
             let num = o.num();
@@ -463,10 +463,8 @@ impl Spec {
             all.q.len()
         };
         // Before a plan is made, which other ranks would wait for.
-        let mine = [
-            layout.rows_q(&all, &attn.mask, rank, size),
-            layout.rows_kv(&all, &attn.mask, rank, size),
-        ];
+        let mine =
+            [layout.rows_q(&all, &mask, rank, size), layout.rows_kv(&all, &mask, rank, size)];
         for ((spans, rows), what) in mine.into_iter().zip(forms.rows()).zip(["q", "k"]) {
             let want: usize = spans.iter().map(|s| s.len()).sum();
             if want != rows {
@@ -475,6 +473,13 @@ impl Spec {
                     .seen(rows));
             }
         }
+        self.divided_by_offsets(forms, num)
+    }
+
+    /// A description of exactly `tokens` rows, for launches by offsets of `num` sequences.
+    pub fn divided_by_offsets(&self, x: Forms, num: usize) -> Result<CpAttentionDesc> {
+        let tokens = self.tokens.ok_or_else(|| Error::internal("the call lacks its rows"))?;
+        let (layout, mut attn): (Layout, _) = (self.layout.parse()?, self.form(x)?);
         // A bias says how long sequences may be: none of those of the plan is longer.
         attn.sequences = match attn.bias {
             Some(_) => {

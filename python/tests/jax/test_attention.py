@@ -200,6 +200,38 @@ def test_packed_sequences_with_a_sink(world, mesh, rng, layout):
     close(got[3], grads[3], "dsink", 1e-3, 1e-3)
 
 
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
+def test_one_divided_program_serves_documents_that_change(world, mesh, rng, layout):
+    """Offsets as an array of the program; rows behind the last document are zero."""
+    n = 12 * size_of(mesh, "tp")
+    *x, dy = qkv(rng, n)
+    cut, join, spec = shards(world, mesh, None, layout)
+    args = [cut(put(mesh, t, P(), "float32")) for t in (*x, dy)]
+    traces = []
+
+    def f(cu, *x):
+        traces.append(cu)
+        return tw.cp_attention(*x, "tp", cu_seqlens_q=cu, layout=layout)
+
+    @jax.jit
+    def both(cu, q, k, v, dy):
+        of = jax.shard_map(f, mesh=mesh, in_specs=(P(), *[spec] * 3), out_specs=spec)
+        y, back = jax.vjp(lambda *x: of(cu, *x), q, k, v)
+        return y, back(dy)
+
+    for cu in ([0, 5, n - 1, n], [0, 0, n, n], [0, 1, 2, n - 3]):
+        end = cu[-1]
+        ref, grads = dense_vjp(dense(cu), [t[:end] for t in x], dy[:end])
+        y, got = both(put(mesh, cu, P(), "int32"), *args)
+        for g, want, name in zip((y, *got), (ref, *grads), ("y", "dq", "dk", "dv")):
+            rest = np.zeros((n - end, *want.shape[1:]))
+            close(join(g), np.concatenate([want, rest]), name, 1e-3, 1e-3)
+    assert len(traces) == 1
+    with pytest.raises(tilewire.InvalidArgument, match="for the layouts"):
+        g = lambda cu, *x: tw.cp_attention(*x, "tp", cu_seqlens_q=cu)  # noqa: E731
+        run(g, mesh, (P(), *[spec] * 3), spec, put(mesh, [0, n], P(), "int32"), *args[:3])
+
+
 def test_log_sum_exp_and_dropout(world, mesh, rng):
     """The mask of dropout follows from global rows: the same on any number of ranks."""
     tp = size_of(mesh, "tp")

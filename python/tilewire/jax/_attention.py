@@ -75,7 +75,7 @@ def _offsets(cu, what):
     return [int(n) for n in np.asarray(cu).reshape(-1)]
 
 
-def _late(q, k, cu_q, cu_kv):
+def _late(q, k, cu_q, cu_kv, size):
     """Row offsets that are arrays of the program: those of queries and of keys.
 
     None if the program has them as numbers.
@@ -91,7 +91,7 @@ def _late(q, k, cu_q, cu_kv):
         cu = jnp.asarray(cu)
         if cu.ndim != 1 or not jnp.issubdtype(cu.dtype, jnp.integer):
             raise InvalidArgument(f"`{what}` must be integers, [sequences + 1]")
-    cu_q = [0, q.shape[0]] if cu_q is None else cu_q
+    cu_q = [0, q.shape[0] * size] if cu_q is None else cu_q
     return [jnp.asarray(c).astype(jnp.int32) for c in (cu_q, cu_q if cu_kv is None else cu_kv)]
 
 
@@ -145,7 +145,8 @@ def _run(q, k, v, team, kw):
     _not_of_batches(q, kw["layout"], size)
     left, right = _window(kw["causal"], kw["window"])
     packed = [_packed(x, n) for x, n in ((q, "q"), (k, "k"), (v, "v"))]
-    late = _late(q, k, kw["cu_seqlens_q"], kw["cu_seqlens_kv"]) if team is None else None
+    late = _late(q, k, kw["cu_seqlens_q"], kw["cu_seqlens_kv"], size)
+    strategy, tokens = kw["strategy"], None
     if late is None:
         given_q = _offsets(kw["cu_seqlens_q"], "cu_seqlens_q")
         given_kv = _offsets(kw["cu_seqlens_kv"], "cu_seqlens_kv")
@@ -154,6 +155,13 @@ def _run(q, k, v, team, kw):
         late = None, None
     else:
         cu_q = cu_kv = []
+        if team is not None:
+            strategy, tokens = strategy or "all_gather", [q.shape[0] * size, k.shape[0] * size]
+            if kw["layout"] not in ("zigzag", "contiguous"):
+                raise InvalidArgument(
+                    "`cu_seqlens_q` in an array is for the layouts `zigzag` and `contiguous`, whose"
+                    f" rows do not depend on it, not for `{kw['layout']}`"
+                )
     spec = dict(
         cu_q=cu_q,
         cu_kv=cu_kv,
@@ -164,7 +172,8 @@ def _run(q, k, v, team, kw):
         dropout_p=float(kw["dropout_p"]),
         seed=int(kw["seed"]),
         layout=kw["layout"],
-        strategy=kw["strategy"],
+        strategy=strategy,
+        tokens=tokens,
         a2a_size=kw["a2a_size"] or 1,
         deterministic=bool(kw.get("deterministic", True)),
     )
@@ -261,8 +270,12 @@ def cp_attention(
         axis_name: an axis of the world's mesh, or a tuple of axes, as in ``jax.lax``.
         causal: queries see themselves and what came before.
         window: (left, right): the most keys seen before and behind; -1 or None is no limit.
-        cu_seqlens_q, cu_seqlens_kv: global row offsets of packed sequences, [sequences + 1], on the
-            host and part of the program; those of the queries serve for the keys, too.
+        cu_seqlens_q, cu_seqlens_kv: global row offsets of packed sequences, [sequences + 1]; those
+            of the queries serve for the keys, too. Lists and numpy's arrays are part of the
+            program. JAX's arrays, traced or not, equal on all ranks, are read when the program
+            runs, as in :func:`attention`: with the layouts "zigzag" and "contiguous" and the
+            strategies "all_gather" (the default then) and "gated", of at most 32 ranks. All rows of
+            keys travel then.
         scale: of the scores. Default: d ** -0.5.
         bias: [1 or heads, sq, skv] f32, added to the scores of every sequence; the gradient of a
             rank is what its queries contribute.
