@@ -64,7 +64,7 @@ pub(crate) struct HeapInner {
     /// registered with it.
     pub nccl: OnceLock<Arc<NcclTeam>>,
     /// The chunks of the host backend; empty on a device heap.
-    pub map: Mapping,
+    pub map: Arc<Mapping>,
     /// Bytes of reserved addresses for each rank.
     stride: usize,
     /// The chunks of the `vmm` backend.
@@ -146,7 +146,7 @@ impl LiveTeam {
         };
         let heap = Heap(Arc::new(HeapInner {
             team: self.clone(),
-            map,
+            map: Arc::new(map),
             stride,
             vmm,
             own,

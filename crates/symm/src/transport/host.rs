@@ -14,6 +14,7 @@ use super::{
 };
 use crate::heap::Heap;
 use crate::hook::{HookAction, StepKind};
+use crate::map::Mapping;
 use crate::protocol;
 use crate::team::lock;
 
@@ -57,7 +58,7 @@ impl Peers for Mapped {
     }
 
     fn store(&self, heap: &Heap, dst: Rank, at: usize, words: &[u64]) {
-        store(heap, dst, at, words);
+        store(&heap.0.map, dst, at, words);
         heap.team().0.ctl.ring(dst);
     }
 
@@ -73,9 +74,9 @@ impl Peers for Mapped {
 }
 
 /// Stores flags in the mapped chunk of `rank`.
-pub(super) fn store(heap: &Heap, rank: Rank, at: usize, words: &[u64]) {
+pub(super) fn store(map: &Mapping, rank: Rank, at: usize, words: &[u64]) {
     for (i, &word) in words.iter().enumerate() {
-        protocol::flag(heap.0.map.word(rank.idx(), at + 8 * i), word);
+        protocol::flag(map.word(rank.idx(), at + 8 * i), word);
     }
 }
 
@@ -151,7 +152,7 @@ impl Host {
         self.check(dst, at, 8 * words.len())?;
         let action = lane.hook(StepKind::Flag, Some(dst), phase);
         self.act(lane, dst, action, || match dst == self.me() {
-            true => store(&self.heap, dst, at, words),
+            true => store(&self.heap.0.map, dst, at, words),
             false => self.peers.store(&self.heap, dst, at, words),
         });
         Ok(())

@@ -22,7 +22,8 @@ use std::time::Duration;
 use tilewire_core::{Error, ErrorKind, Rank, Result};
 
 use super::host::{Peers, store};
-use crate::heap::{Heap, HeapInner};
+use crate::heap::Heap;
+use crate::map::Mapping;
 use crate::protocol;
 use crate::team::{LiveTeam, TeamInner, lock};
 
@@ -123,10 +124,10 @@ impl Peers for Sockets {
 
 /// Carries out the messages of `src` until it hangs up or the heap ends.
 ///
-/// A count that ends a wait of this rank is raised without the heap: the rank may go on and drop
-/// its heap before this thread does, and then say goodbye before the heap's messages have arrived.
+/// It never holds the heap: what it does may end the rank's last wait, and the rank then drops its
+/// heap, whose messages must have arrived before it says goodbye.
 fn serve(
-    (heap, team): &(Weak<HeapInner>, Weak<TeamInner>),
+    (map, team): &(Weak<Mapping>, Weak<TeamInner>),
     src: Rank,
     mut requests: UnixStream,
     mut replies: UnixStream,
@@ -144,32 +145,27 @@ fn serve(
             replies.write_all(&[1])?;
             continue;
         }
-        if matches!(kind, SIGNAL | GRANT | ARRIVE) {
-            let Some(team) = team.upgrade().map(LiveTeam) else { return Ok(()) };
-            let (ctl, me) = (&team.0.ctl, team.rank());
-            let count = || ctl.count(me, a as usize, src);
-            match kind {
-                SIGNAL => protocol::signal(count(), b),
-                GRANT => protocol::grant(count(), ctl.tag(me, a as usize, src), c),
-                _ => protocol::arrive(ctl.inbox(me, a as usize, src), b),
-            }
-            ctl.ring(me);
-            continue;
-        }
-        let Some(inner) = heap.upgrade() else { return Ok(()) };
-        let heap = Heap(inner);
-        let (ctl, me) = (&heap.team().0.ctl, heap.team().rank());
+        let (Some(map), Some(team)) = (map.upgrade(), team.upgrade().map(LiveTeam)) else {
+            return Ok(());
+        };
+        let (ctl, me) = (&team.0.ctl, team.rank());
         match kind {
-            PUT => heap.0.map.write(me.idx(), a as usize, &bytes),
+            PUT => map.write(me.idx(), a as usize, &bytes),
             GET => {
-                heap.0.map.read(me.idx(), a as usize, &mut bytes);
+                map.read(me.idx(), a as usize, &mut bytes);
                 replies.write_all(&bytes)?;
             }
-            _ => {
+            STORE => {
                 let words: Vec<u64> =
                     bytes.chunks_exact(8).map(bytemuck::pod_read_unaligned).collect();
-                store(&heap, me, a as usize, &words);
+                store(&map, me, a as usize, &words);
             }
+            SIGNAL => protocol::signal(ctl.count(me, a as usize, src), b),
+            GRANT => {
+                let (count, tag) = (ctl.count(me, a as usize, src), ctl.tag(me, a as usize, src));
+                protocol::grant(count, tag, c);
+            }
+            _ => protocol::arrive(ctl.inbox(me, a as usize, src), b),
         }
         ctl.ring(me);
     }
@@ -229,7 +225,7 @@ impl Heap {
         }
         for (src, ends) in Rank::all(names.len()).zip(accepted) {
             let [Some(requests), Some(replies)] = ends else { continue };
-            let here = (Arc::downgrade(&self.0), Arc::downgrade(&team.0));
+            let here = (Arc::downgrade(&self.0.map), Arc::downgrade(&team.0));
             std::thread::spawn(move || {
                 if let Err(e) = serve(&here, src, requests, replies) {
                     log::debug!("rank {} has hung up: {e}", src.get());
