@@ -246,7 +246,9 @@ impl Spec {
                     desc.backward = self.params.grad;
                     desc.check(size)?;
                     self.check_tokens(&desc.attn.sequences, size)?;
-                    return Ok(Desc::CpAttention(desc, None, spec.config()?));
+                    let config = spec.config()?;
+                    config.map_or(Ok(()), |c| c.takes_offsets(&desc, size))?;
+                    return Ok(Desc::CpAttention(desc, None, config));
                 }
                 let (mut desc, sequences) = spec.cp(self.forms()?, size)?;
                 desc.backward = self.params.grad;

@@ -227,9 +227,13 @@ def test_one_divided_program_serves_documents_that_change(world, mesh, rng, layo
             rest = np.zeros((n - end, *want.shape[1:]))
             close(join(g), np.concatenate([want, rest]), name, 1e-3, 1e-3)
     assert len(traces) == 1
-    with pytest.raises(tilewire.InvalidArgument, match="for the layouts"):
-        g = lambda cu, *x: tw.cp_attention(*x, "tp", cu_seqlens_q=cu)  # noqa: E731
-        run(g, mesh, (P(), *[spec] * 3), spec, put(mesh, [0, n], P(), "int32"), *args[:3])
+    for kw, error, why in (
+        (dict(), tilewire.InvalidArgument, "for the layouts"),
+        (dict(layout=layout, strategy="ring"), tilewire.Unsupported, "travel by ring"),
+    ):
+        with pytest.raises(error, match=why):
+            g = lambda cu, *x: tw.cp_attention(*x, "tp", cu_seqlens_q=cu, **kw)  # noqa: B023, E731
+            run(g, mesh, (P(), *[spec] * 3), spec, put(mesh, [0, n], P(), "int32"), *args[:3])
 
 
 def test_log_sum_exp_and_dropout(world, mesh, rng):

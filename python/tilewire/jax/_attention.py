@@ -84,10 +84,10 @@ def _late(q, k, cu_q, cu_kv, size):
     if not any(isinstance(cu, jax.Array) for cu in given):
         return None
     for x, cu, what in ((q, cu_q, "cu_seqlens_q"), (k, cu_kv, "cu_seqlens_kv")):
-        if cu is None:
-            continue
         if x.ndim == 4:
             raise InvalidArgument(f"`{what}` is for [tokens, heads, d], not for [b, s, heads, d]")
+        if cu is None:
+            continue
         cu = jnp.asarray(cu)
         if cu.ndim != 1 or not jnp.issubdtype(cu.dtype, jnp.integer):
             raise InvalidArgument(f"`{what}` must be integers, [sequences + 1]")
@@ -145,7 +145,10 @@ def _run(q, k, v, team, kw):
     _not_of_batches(q, kw["layout"], size)
     left, right = _window(kw["causal"], kw["window"])
     packed = [_packed(x, n) for x, n in ((q, "q"), (k, "k"), (v, "v"))]
-    late = _late(q, k, kw["cu_seqlens_q"], kw["cu_seqlens_kv"], size)
+    late, at = None, (kw["cu_seqlens_q"], kw["cu_seqlens_kv"])
+    # A divided program has offsets that are known when it is traced as numbers.
+    if team is None or any(isinstance(cu, jax.core.Tracer) for cu in at):
+        late = _late(q, k, *at, size)
     strategy, tokens = kw["strategy"], None
     if late is None:
         given_q = _offsets(kw["cu_seqlens_q"], "cu_seqlens_q")
@@ -271,11 +274,11 @@ def cp_attention(
         causal: queries see themselves and what came before.
         window: (left, right): the most keys seen before and behind; -1 or None is no limit.
         cu_seqlens_q, cu_seqlens_kv: global row offsets of packed sequences, [sequences + 1]; those
-            of the queries serve for the keys, too. Lists and numpy's arrays are part of the
-            program. JAX's arrays, traced or not, equal on all ranks, are read when the program
-            runs, as in :func:`attention`: with the layouts "zigzag" and "contiguous" and the
-            strategies "all_gather" (the default then) and "gated", of at most 32 ranks. All rows of
-            keys travel then.
+            of the queries serve for the keys, too. Numbers are part of the program. Traced arrays,
+            equal on all ranks, are read when it runs, as in :func:`attention` (on the CPU bad ones
+            end the team): with the layouts "zigzag" and "contiguous" and the strategies
+            "all_gather" (the default then) and "gated", of at most 32 ranks whose GPUs reach each
+            other. All rows of keys travel then. :func:`cp_shard` needs no offsets there.
         scale: of the scores. Default: d ** -0.5.
         bias: [1 or heads, sq, skv] f32, added to the scores of every sequence; the gradient of a
             rank is what its queries contribute.

@@ -4,9 +4,10 @@ use std::fmt;
 use std::str::FromStr;
 
 use serde::{Deserialize, Serialize};
-use tilewire_core::{Error, Result};
+use tilewire_core::{Error, ErrorKind, Result};
+use tilewire_kernels::attention::PARTS;
 
-use super::desc::CpAttentionDesc;
+use super::desc::{CpAttentionDesc, Layout};
 use crate::attention::AttnConfig;
 
 /// The way keys and values reach the queries.
@@ -133,6 +134,27 @@ impl CpConfig {
         Self { strategy, tiles: AttnConfig::default(), gated: false, order: KeyOrder::Arrival }
     }
 
+    /// Checks that launches may bring the offsets of their sequences in tensors, as far as this
+    /// says: [`CpAttentionPlan::takes_offsets`](super::CpAttentionPlan::takes_offsets) knows the
+    /// transport, too.
+    ///
+    /// # Errors
+    /// `Unsupported`, with the reason.
+    pub fn takes_offsets(&self, d: &CpAttentionDesc, size: usize) -> Result<()> {
+        let why = match () {
+            () if self.strategy != Strategy::AllGather => {
+                format!("keys travel by {}", self.strategy)
+            }
+            () if self.order == KeyOrder::Canonical => "keys are in the canonical order".to_owned(),
+            () if !matches!(d.layout, Layout::Zigzag | Layout::Contiguous) => {
+                format!("the layout {:?} depends on the sequences", d.layout)
+            }
+            () if 2 * size > PARTS => format!("there are {size} ranks, not at most {}", PARTS / 2),
+            () => return Ok(()),
+        };
+        Err(no_offsets(&why))
+    }
+
     /// Checks that the parts belong together, and that the heads can be scattered.
     ///
     /// # Errors
@@ -151,6 +173,13 @@ impl CpConfig {
         }
         Ok(())
     }
+}
+
+/// Returns the error of launches by offsets in tensors.
+pub(super) fn no_offsets(why: &str) -> Error {
+    let text = format!("offsets in tensors are not for this plan: {why}");
+    Error::new(ErrorKind::Unsupported, text)
+        .hint("offsets are for all_gather by puts, and the layouts zigzag and contiguous")
 }
 
 impl fmt::Display for CpConfig {

@@ -23,7 +23,8 @@ pub struct CpShare {
     /// the ranks of a group share the pairs of all of them.
     pub pairs: u128,
     /// Puts, gets and signals of the pass between this rank and each peer, as
-    /// [`CpAttentionPlan::predict`](super::CpAttentionPlan::predict) says.
+    /// [`CpAttentionPlan::predict`](super::CpAttentionPlan::predict) says but for the canonical
+    /// order, in which whole tiles travel.
     pub traffic: Traffic,
 }
 

@@ -5,11 +5,10 @@ use std::sync::{Arc, OnceLock};
 
 use tilewire_core::{Error, ErrorKind, Result};
 use tilewire_device::{Node, Pending, Stream};
-use tilewire_kernels::attention::PARTS;
 use tilewire_symm::{Heap, Signals, SymBuf, Traffic};
 
-use super::config::{CpConfig, KeyOrder, Strategy};
-use super::desc::{CpAttentionDesc, Layout};
+use super::config::{CpConfig, KeyOrder, Strategy, no_offsets};
+use super::desc::CpAttentionDesc;
 use super::device::{self, Prepared};
 use super::explain::{CpExplain, buffer_bytes, explain};
 use super::host::HostRun;
@@ -277,7 +276,8 @@ impl CpAttentionPlan {
     pub fn predict(&self, sequences: Option<&Sequences>, pass: Pass) -> Result<Traffic> {
         let s = sequences.unwrap_or(&self.desc.attn.sequences);
         let team = self.core.team();
-        self.desc.check_launch(s, team.size()).map_err(|e| e.op(OP))?;
+        let fits = self.desc.check_launch(s, team.size()).and_then(|()| self.check_tiles(s));
+        fits.map_err(|e| e.op(OP))?;
         let (strategy, me, size) = (self.config()?.strategy, team.rank(), team.size());
         let by_nccl = self.cuda.get().is_some_and(|used| used.by.by_nccl());
         if by_nccl || self.backend == CollectiveBackend::Nccl {
@@ -394,24 +394,11 @@ impl CpAttentionPlan {
     /// in the order of arrival, to at most 32 ranks whose rows do not depend on the sequences
     /// (`zigzag` or `contiguous`).
     pub fn takes_offsets(&self) -> Result<()> {
-        let (d, config, size) = (&self.desc, self.config()?, self.core.team().size());
+        let (config, size) = (self.config()?, self.core.team().size());
+        config.takes_offsets(&self.desc, size).map_err(|e| e.op(OP))?;
         let by_nccl = at_first(self.core.heap(), self.backend) == CollectiveBackend::Nccl
             || self.cuda.get().is_some_and(|used| used.by.by_nccl());
-        let why = match () {
-            () if by_nccl => "keys travel through NCCL".to_owned(),
-            () if config.strategy != Strategy::AllGather => {
-                format!("keys travel by {}", config.strategy)
-            }
-            () if config.order == KeyOrder::Canonical => "keys are in the canonical order".into(),
-            () if !matches!(d.layout, Layout::Zigzag | Layout::Contiguous) => {
-                format!("the layout {:?} depends on the sequences", d.layout)
-            }
-            () if 2 * size > PARTS => format!("there are {size} ranks, not at most {}", PARTS / 2),
-            () => return Ok(()),
-        };
-        let text = format!("offsets in tensors are not for this plan: {why}");
-        let hint = "offsets are for all_gather by puts, and the layouts zigzag and contiguous";
-        Err(Error::new(ErrorKind::Unsupported, text).op(OP).hint(hint))
+        if by_nccl { Err(no_offsets("keys travel through NCCL").op(OP)) } else { Ok(()) }
     }
 
     /// Returns no sequences, with the rows of all ranks, and my rows, for a launch that reads its

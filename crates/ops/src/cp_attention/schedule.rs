@@ -47,7 +47,7 @@ pub(super) struct Schedule {
     pub member_q: Vec<Vec<Range<usize>>>,
     /// Rows of keys of each group, member after member: their order on the wire. Each span is of
     /// one sequence, or padding, and where a mask hides rows by their distance each group's queries
-    /// see all of a span or none, as far as that depends on the span's place.
+    /// see all of a span or none, as far as that depends on the span's place, up to whole tiles.
     pub areas: Vec<Vec<Range<usize>>>,
     /// Of each area: the spans that go on where the one before them ends, in the same sequence.
     continues: Vec<Vec<bool>>,

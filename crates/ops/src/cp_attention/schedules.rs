@@ -21,6 +21,8 @@ const MOST: usize = 8;
 pub(super) struct Made {
     seqs: Sequences,
     strategy: Strategy,
+    /// Rows of a sequence at whose multiples spans of keys may begin.
+    tile: usize,
     pub rows: LocalRows,
     mine: Schedule,
     /// Those of the other ranks; none in the place of mine.
@@ -48,12 +50,13 @@ impl Made {
         let own = |spans: Vec<Range<usize>>| num_rows(&spans);
         let rows =
             LocalRows { q: own(d.rows_q(&seqs, me, size)), kv: own(d.rows_kv(&seqs, me, size)) };
-        Self { seqs, strategy, rows, mine, others: OnceLock::new() }
+        Self { seqs, strategy, tile: 1, rows, mine, others: OnceLock::new() }
     }
 
     /// Returns the schedules of the other ranks, and none in the place of rank `me`, whose this is.
     pub fn others(&self, d: &CpAttentionDesc, me: Rank, size: usize) -> &[Option<Schedule>] {
-        let of = |r| (r != me).then(|| Schedule::new(d, &self.seqs, self.strategy, r, size));
+        let made = |r| Schedule::in_tiles(d, &self.seqs, self.strategy, (r, size), self.tile);
+        let of = |r| (r != me).then(|| made(r));
         self.others.get_or_init(|| Rank::all(size).map(of).collect())
     }
 }
@@ -72,22 +75,22 @@ impl Schedules {
         self.kept().iter().find(|m| m.seqs == *seqs).map(|m| m.rows)
     }
 
-    /// Returns the schedule of rank `me`, which has `rows`, and computes it if need be. `tile` is
-    /// always the same for a plan.
+    /// Returns the schedule of rank `me`, which has `rows`, and computes it if need be.
     pub fn get(
         &self,
         (d, strategy, tile): (&CpAttentionDesc, Strategy, usize),
         (seqs, rows): (&Sequences, LocalRows),
         (me, size): (Rank, usize),
     ) -> Arc<Made> {
-        let found = |m: &&Arc<Made>| m.strategy == strategy && m.seqs == *seqs;
+        let same = (strategy, tile);
+        let found = |m: &&Arc<Made>| (m.strategy, m.tile) == same && m.seqs == *seqs;
         if let Some(made) = self.kept().iter().find(found) {
             return made.clone();
         }
         // Not under the lock; two threads that miss at once make two that are equal.
         let mine = Schedule::in_tiles(d, seqs, strategy, (me, size), tile);
         let seqs = seqs.clone();
-        let made = Arc::new(Made { seqs, strategy, rows, mine, others: OnceLock::new() });
+        let made = Arc::new(Made { seqs, strategy, tile, rows, mine, others: OnceLock::new() });
         let mut kept = self.kept();
         if kept.len() == MOST {
             kept.pop_front();

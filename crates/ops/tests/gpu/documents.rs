@@ -136,10 +136,11 @@ impl Case {
 
     /// Results and gradients of all rows.
     fn wants(&self, d: &AttentionDesc) -> (attention::AttnOut, attention::AttnGrads) {
+        let mask = attention::AttnMask { left: d.mask.left, right: d.mask.right };
         let spec = attention::AttnSpec {
             softcap: d.softcap,
             dropout: d.dropout.map(|x| attention::Dropout { p: x.p, seed: x.seed }),
-            ..attention::AttnSpec::new(HEADS.0, HEADS.1, d.dqk, attention::AttnMask::CAUSAL)
+            ..attention::AttnSpec::new(HEADS.0, HEADS.1, d.dqk, mask)
         };
         let bias = d
             .bias
@@ -480,11 +481,10 @@ fn rows_have_the_same_bits_on_any_number_of_ranks() {
     let rows = 256 * n * (1 + n % 2);
     let (cu, causal) = (&[0, 128, rows][..], AttnMask::CAUSAL);
     same_bits_on_any_ranks(n, (Layout::Zigzag, cu, cu, causal), Some(&[0, 130, rows]));
-    let (rows, window) = (rows / 2, AttnMask::window(150, 70));
     for (cu_q, cu_kv, mask) in [
-        ([0, 128, rows], [0, 128, rows], window),
-        ([0, 128, rows], [0, rows - 128, rows], causal),
-        ([0, rows - 128, rows], [0, 128, rows], AttnMask::window(100, 0)),
+        ([0, 128, rows], [0, 128, rows], AttnMask::window(150, 70)),
+        ([0, 128, rows], [0, rows - 130, rows], causal),
+        ([0, rows - 129, rows], [0, 128, rows], AttnMask::window(100, 0)),
     ] {
         same_bits_on_any_ranks(n, (Layout::Contiguous, &cu_q, &cu_kv, mask), None);
     }
