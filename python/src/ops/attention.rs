@@ -142,16 +142,8 @@ impl Spec {
 
     /// A description for launches by offsets of `num` sequences.
     pub fn by_offsets(&self, x: Forms, num: usize) -> Result<AttentionDesc> {
-        let (mut d, [q, k]) = (self.form(x)?, x.rows());
-        d.sequences = match d.bias {
-            // How long they are is not known, but that none is longer than the bias.
-            Some(_) => {
-                let none = vec![0..0; planned_for(num)];
-                let [tokens_q, tokens_kv] = [q, k].map(|rows| tokens(rows, 1));
-                Sequences { tokens_q, tokens_kv, q: none.clone(), kv: none }
-            }
-            None => most([q, k], num, 1),
-        };
+        let mut d = self.form(x)?;
+        d.sequences = unknown(&d, x.rows().map(|rows| tokens(rows, 1)), num);
         Ok(d)
     }
 
@@ -208,6 +200,16 @@ fn exactly([q, kv]: [usize; 2], num: usize) -> Sequences {
     let mut s = Sequences::one(q, kv);
     s.q.resize(planned_for(num), q..q);
     s.kv.resize(planned_for(num), kv..kv);
+    s
+}
+
+/// Sequences of a plan for launches by offsets of `num` of them, in tensors of so many rows.
+fn unknown(d: &AttentionDesc, rows: [usize; 2], num: usize) -> Sequences {
+    let mut s = exactly(rows, num);
+    if d.bias.is_some() {
+        // How long they are is not known, but that none is longer than the bias.
+        (s.q[0], s.kv[0]) = (0..0, 0..0);
+    }
     s
 }
 
@@ -480,14 +482,7 @@ impl Spec {
     pub fn divided_by_offsets(&self, x: Forms, num: usize) -> Result<CpAttentionDesc> {
         let tokens = self.tokens.ok_or_else(|| Error::internal("the call lacks its rows"))?;
         let (layout, mut attn): (Layout, _) = (self.layout.parse()?, self.form(x)?);
-        // A bias says how long sequences may be: none of those of the plan is longer.
-        attn.sequences = match attn.bias {
-            Some(_) => {
-                let none = vec![0..0; planned_for(num)];
-                Sequences { q: none.clone(), kv: none, ..Sequences::one(tokens[0], tokens[1]) }
-            }
-            None => exactly(tokens, num),
-        };
+        attn.sequences = unknown(&attn, tokens, num);
         Ok(CpAttentionDesc { layout, a2a_size: self.a2a_size, ..CpAttentionDesc::new(attn) })
     }
 

@@ -497,7 +497,8 @@ impl Pieces<'_> {
     /// `seqs`, in the order in which [`Pieces::segments`] has them with sequences.
     fn shards(&self, of: Against, seqs: &Sequences) -> [Shard; 2] {
         let (me, size) = (self.me.idx(), self.sizes.size);
-        let q = parts_of(&self.sched.member_q.concat(), 0);
+        let mut q = parts_of(&self.sched.member_q.concat(), 0);
+        q.sort_by_key(|part| part.global);
         let turn = |p: usize| if of == Against::AsTheyCome { (me + size - p) % size } else { 0 };
         let ranks = (0..size).filter(|p| match of {
             Against::Own => *p == me,
@@ -510,8 +511,6 @@ impl Pieces<'_> {
         };
         let mut kv: Vec<(usize, TwShard)> = ranks.flat_map(of_rank).collect();
         kv.sort_by_key(|(turn, part)| (*turn, part.global));
-        let mut q = q;
-        q.sort_by_key(|part| part.global);
         let parts = kv.into_iter().map(|(_, part)| part).collect();
         [Shard { tokens: seqs.tokens_q, parts: q }, Shard { tokens: seqs.tokens_kv, parts }]
     }

@@ -35,7 +35,7 @@ pub trait TakesOffsets {
 }
 
 macro_rules! takes_offsets {
-    ($plan:ty, |$p:ident| $sequences:expr, |$pass:ident| $traffic:expr) => {
+    ($plan:ty, |$p:ident| $sequences:expr, $traffic:expr) => {
         impl TakesOffsets for $plan {
             fn sequences(&self) -> &Sequences {
                 let $p = self;
@@ -64,19 +64,16 @@ macro_rules! takes_offsets {
                 <$plan>::reset(self, s)
             }
 
-            fn traffic(&self, $pass: Pass) -> Result<Traffic> {
-                let $p = self;
-                $traffic
+            fn traffic(&self, pass: Pass) -> Result<Traffic> {
+                let predict: fn(&Self, Pass) -> Result<Traffic> = $traffic;
+                predict(self, pass)
             }
         }
     };
 }
 
-takes_offsets!(AttentionPlan, |p| &p.desc().sequences, |_pass| {
-    let _local = p;
-    Ok(Traffic::new())
-});
-takes_offsets!(CpAttentionPlan, |p| &p.desc().attn.sequences, |pass| p.predict_by_offsets(pass));
+takes_offsets!(AttentionPlan, |p| &p.desc().sequences, |_, _| Ok(Traffic::new()));
+takes_offsets!(CpAttentionPlan, |p| &p.desc().attn.sequences, Self::predict_by_offsets);
 
 /// The global rows of this rank.
 pub struct Rows<'a> {
