@@ -59,4 +59,7 @@ struct TwSumRows {
     __device__ __forceinline__ void store(const void* from, u32 x, u32 y) const {
         tensor_store_4d(map, from, (int)x, 0, 0, (int)(eights + y / 8));
     }
+    __device__ __forceinline__ void add(const void* from, u32 x, u32 y) const {
+        tensor_reduce_add_4d(map, from, (int)x, 0, 0, (int)(eights + y / 8));
+    }
 };

@@ -23,6 +23,12 @@
 // MEMBAR.ALL.GPU (a fifth of the time, docs/lab/gemm.md). The stage is next written by a load that
 // was issued behind that arrival.
 //
+// Both multipliers end a tile at about the same time, and nothing would be multiplied while they
+// store it. So tiles of some units overlap (TW_HG_SEAMS): the products of a tile's last and first
+// stages are made in two passes, of its first columns and of the rest. The first columns are stored
+// under the products of the rest in the last stages, the rest under those of the next tile's first
+// columns. Stages of such passes are given back when both are over.
+//
 // Sums: each element is one chain in the order of k, 16 at a time, whatever the tile, order or
 // number of blocks: the same bits. Where k is cut into parts, each has a chain of its own, and
 // another kernel adds them in their order (sm90_sum_parts.cu).
@@ -131,14 +137,14 @@ __device__ __forceinline__ void tw_prefetch(const void* p, i64 ld, u32 row, u32 
 // products: else the multipliers would wait for memory. Not what it adds to: f32 mostly come by
 // tensor map; else, of short sums, the loader would have no time (docs/lab/grouped_gemm.md).
 template <class Tiles> __device__ __forceinline__ void tw_prefetch_epilogue(const Tiles& tiles) {
-    const TwHopper& g = tiles.product();
+    const TwHopper& g = tiles.product(tiles.end());
     const u32 row = tiles.row(), col = tiles.col();
     if (TW_HG_EPI == TW_HG_DGELU || TW_HG_EPI == TW_HG_DSWIGLU) tw_prefetch(g.aux, g.ldaux, row, col, g.m, g.n);
     if (TW_HG_EPI == TW_HG_DSWIGLU && g.n % 8 == 0) tw_prefetch((const u16*)g.aux + g.n, g.ldaux, row, col, g.m, g.n);
 }
 
 // The loader: one thread. `Tiles` says which tiles there are and where their operands and results
-// lie: TwDense below, TwGroups of grouped.cuh.
+// lie: TwDense of dense.cuh, TwGroups of groups.cuh.
 template <class Tiles> __device__ __forceinline__ void tw_load_tiles(Tiles& tiles, bool counted) {
     TwStages s;
     const u32 rank = cluster_ctarank();
@@ -158,7 +164,7 @@ template <class Tiles> __device__ __forceinline__ void tw_load_tiles(Tiles& tile
             TwPieces<TW_HG_B_MN, TW_HG_N>::load(s.b(), tiles.b(), full, tiles.col(), k, jump, !tiles.shares_a());
             s.advance();
         }
-        if (Tiles::MAY_ADD && tiles.adds_by_map()) tiles.acquire_d(), tw_load_sums(tiles.sums(), s, tiles.product().m, tiles.row(), tiles.col());
+        if (Tiles::MAY_ADD && tiles.adds_by_map()) tiles.acquire_d(tiles.end()), tw_load_sums(tiles.sums(), s, tiles.steps(), tiles.product(tiles.end()).m, tiles.row(), tiles.col());
     }
     for (u32 i = 0; i < TW_HG_STAGES; i++) {
         s.wait_empty();
@@ -166,30 +172,186 @@ template <class Tiles> __device__ __forceinline__ void tw_load_tiles(Tiles& tile
     }
 }
 
-// acc = the product of 64 rows of A and the tile's columns over `steps` stages: one warpgroup. `t`
-// becomes the number of the next tile, under the last products of this one; `owed` is as in
-// sums.cuh.
-__device__ __forceinline__ void tw_multiply_tile(float (&acc)[TW_HG_N / 2], TwStages& s, TwTickets& tickets, u32& t, u32 steps, u32 half, u32& owed) {
+// Columns of a tile: all of them, the first TW_HG_FIRST, and the others.
+enum TwColumns { TW_HG_ALL, TW_HG_BEFORE, TW_HG_BEHIND };
+
+// Whether tiles overlap, and whether one instruction multiplies all columns. Where tiles overlap it
+// must not: sums of some columns would be part of what another instruction has in registers, and
+// ptxas makes copies of them, for which most widths leave no space ("serialized").
+//
+// Not all tiles overlap: SwiGLU and its derivative need columns of both halves at once, or
+// registers that are not there, and halves of narrower tiles would read A too often.
+enum : bool {
+    TW_HG_SEAMS = TW_HG_OUT != 2 && TW_HG_EPI != TW_HG_SWIGLU && TW_HG_EPI != TW_HG_DSWIGLU && TW_HG_N > 192,
+    TW_HG_AT_ONCE = !TW_HG_SEAMS && TW_HG_N <= 256,
+};
+
+__device__ __forceinline__ float (&tw_before(float (&acc)[TW_HG_N / 2]))[TW_HG_FIRST / 2] {
+    return *(float(*)[TW_HG_FIRST / 2])acc;
+}
+__device__ __forceinline__ float (&tw_behind(float (&acc)[TW_HG_N / 2]))[(TW_HG_N - TW_HG_FIRST) / 2] {
+    return *(float(*)[(TW_HG_N - TW_HG_FIRST) / 2])(acc + TW_HG_FIRST / 2);
+}
+
+// Begins the products of a stage with some columns: one warpgroup, which has half of the tile's
+// rows. `fresh`: the sums begin with them.
+template <TwColumns COLUMNS> __device__ __forceinline__ void tw_multiply(float (&acc)[TW_HG_N / 2], const TwStages& s, u32 half, bool fresh) {
+    // Half of A is one piece, whichever way it lies.
+    const u8* a = s.a() + half * (TW_HG_A_BYTES / 2);
+    const u64 da = TW_HG_A_MN ? wgmma_desc_mn(a, 0) : wgmma_desc_k(a);
+    const u64 db = TW_HG_B_MN ? wgmma_desc_mn(s.b(), 64 * TW_HG_K * 2) : wgmma_desc_k(s.b());
+#pragma unroll
+    for (u32 z = 0; z < TW_HG_K / 16; z++) {
+        const u64 az = da + z * (TW_HG_A_MN ? 128 : 2), bz = db + z * (TW_HG_B_MN ? 128 : 2);
+        const u32 add = !fresh || z > 0;
+        if constexpr (COLUMNS == TW_HG_ALL && TW_HG_AT_ONCE) wgmma_m64k16_f32<TW_HG_N, TW_HG_F16, TW_HG_A_MN, TW_HG_B_MN>(acc, az, bz, add);
+        else if constexpr (COLUMNS != TW_HG_BEHIND) wgmma_m64k16_f32<TW_HG_FIRST, TW_HG_F16, TW_HG_A_MN, TW_HG_B_MN>(tw_before(acc), az, bz, add);
+        // 128 bytes of B further on for each column, whichever way it lies.
+        if constexpr (COLUMNS == TW_HG_BEHIND || (COLUMNS == TW_HG_ALL && !TW_HG_AT_ONCE))
+            wgmma_m64k16_f32<TW_HG_N - TW_HG_FIRST, TW_HG_F16, TW_HG_A_MN, TW_HG_B_MN>(tw_behind(acc), az, bz + TW_HG_FIRST * 128 / 16, add);
+    }
+}
+
+// Gives back a stage whose products are over: two threads of a warpgroup.
+__device__ __forceinline__ void tw_release(TwStages& s) {
     const u32 thread = threadIdx.x % 128;
+    if (TW_HG_RELEASES == 1 && thread < 2) mbarrier_arrive_relaxed_cluster(s.empty + s.stage, thread);
+    if (TW_HG_RELEASES > 1 && thread < 2) mbarrier_arrive_relaxed_cluster(s.empty + s.stage, thread, TW_HG_RELEASES);
+    s.advance();
+}
+
+// acc = the product of 64 rows of A and the tile's columns over `steps` stages: one warpgroup. `t`
+// becomes the number of the next tile, under the last products of this one.
+template <bool MAY_BE_EMPTY>
+__device__ __forceinline__ void tw_sum_tile(float (&acc)[TW_HG_N / 2], TwStages& s, TwTickets& tickets, u32& t, u32 steps, u32 half) {
+    if (MAY_BE_EMPTY && steps == 0) {
+        t = tickets.next<true>(t);
+#pragma unroll
+        for (u32 i = 0; i < TW_HG_N / 2; i++) acc[i] = 0.0f;
+        return;
+    }
     for (u32 i = 0; i < steps; i++) {
         s.wait_full();
-        // Half of A is one piece, whichever way it lies.
-        const u8* a = s.a() + half * (TW_HG_A_BYTES / 2);
-        const u64 da = TW_HG_A_MN ? wgmma_desc_mn(a, 0) : wgmma_desc_k(a);
-        const u64 db = TW_HG_B_MN ? wgmma_desc_mn(s.b(), 64 * TW_HG_K * 2) : wgmma_desc_k(s.b());
         wgmma_fence();
-#pragma unroll
-        for (u32 z = 0; z < TW_HG_K / 16; z++)
-            wgmma_m64k16_f32<TW_HG_N, TW_HG_F16, TW_HG_A_MN, TW_HG_B_MN>(acc, da + z * (TW_HG_A_MN ? 128 : 2), db + z * (TW_HG_B_MN ? 128 : 2), i + z > 0);
+        tw_multiply<TW_HG_ALL>(acc, s, half, i == 0);
         wgmma_commit_group();
         if (i + 1 == steps) t = tickets.next<true>(t);
-        if (TW_HG_ADDS && i == 0) tw_release_owed(s, owed);
         wgmma_wait_group<0>();
-        if (TW_HG_RELEASES == 1 && thread < 2) mbarrier_arrive_relaxed_cluster(s.empty + s.stage, thread);
-        if (TW_HG_RELEASES > 1 && thread < 2) mbarrier_arrive_relaxed_cluster(s.empty + s.stage, thread, TW_HG_RELEASES);
-        s.advance();
+        tw_release(s);
     }
     wgmma_hold(acc);
+}
+
+// The first stages of a tile: acc = their products. `store` stores the last columns of the tile
+// before, whose sums are in acc: under the products of the first columns.
+template <class Store> __device__ __forceinline__ void tw_open_tile(float (&acc)[TW_HG_N / 2], TwStages& s, u32 half, const Store& store) {
+    TwStages again = s, done = s;
+    wgmma_fence();
+#pragma unroll
+    for (u32 i = 0; i < TW_HG_SEAM; i++) {
+        s.wait_full();
+        tw_multiply<TW_HG_BEFORE>(acc, s, half, i == 0);
+        s.advance();
+    }
+    wgmma_commit_group();
+    store();
+    wgmma_fence();
+#pragma unroll
+    for (u32 i = 0; i < TW_HG_SEAM; i++) {
+        tw_multiply<TW_HG_BEHIND>(acc, again, half, i == 0);
+        again.advance();
+    }
+    wgmma_commit_group();
+    wgmma_wait_group<0>();
+    for (u32 i = 0; i < TW_HG_SEAM; i++) tw_release(done);
+}
+
+// The last stages of a tile, whose products are added to acc. `store` is called once all sums of
+// the first columns are there, under the products of the others.
+template <class Store> __device__ __forceinline__ void tw_close_tile(float (&acc)[TW_HG_N / 2], TwStages& s, u32 half, const Store& store) {
+    TwStages again = s, done = s;
+    wgmma_fence();
+#pragma unroll
+    for (u32 i = 0; i < TW_HG_SEAM; i++) {
+        s.wait_full();
+        tw_multiply<TW_HG_BEFORE>(acc, s, half, false);
+        s.advance();
+    }
+    wgmma_commit_group();
+#pragma unroll
+    for (u32 i = 0; i < TW_HG_SEAM; i++) {
+        tw_multiply<TW_HG_BEHIND>(acc, again, half, false);
+        again.advance();
+    }
+    wgmma_commit_group();
+    store();
+    wgmma_wait_group<0>();
+    wgmma_hold(tw_behind(acc));
+    for (u32 i = 0; i < TW_HG_SEAM; i++) tw_release(done);
+}
+
+// All tiles, the end of each under the products of others: one warpgroup. Between tiles acc has the
+// sums of the last columns of the tile before, which are still to be stored: under the next tile's
+// first products, or before them if that tile has too few steps to overlap.
+template <class Tiles> __device__ __forceinline__ void tw_multiply_seams(Tiles& tiles, TwTickets& tickets, u32 half) {
+    enum : u32 { FIRST = TW_HG_FIRST / 64 };
+    const u32 rank = cluster_ctarank(), warp = threadIdx.x / 32;
+    TwStages s;
+    float acc[TW_HG_N / 2];
+    u32 buffer = 0;
+    bool left = false;
+    typename Tiles::End end = {};
+    TwChunkBias bias;
+    const auto store_first = [&] {
+        tiles.acquire_d(end);
+        tw_store_16<0, FIRST>(acc, tiles.product(end), tiles.d(end), end.row + 16 * warp, end.col, buffer, bias);
+    };
+    const auto store_rest = [&] {
+        if (!left) return;
+        tw_store_16<FIRST, TW_HG_CHUNKS>(acc, tiles.product(end), tiles.d(end), end.row + 16 * warp, end.col, buffer, bias);
+    };
+    u32 t = clusterid_x();
+    const auto go = [&] {
+        if (t < tiles.num()) tiles.go(t, rank);
+    };
+    go();
+    while (t < tiles.num()) {
+        const u32 steps = tiles.steps();
+        if (Tiles::MAY_BE_EMPTY && tiles.keeps()) {
+            t = tickets.next<true>(t);
+            go();
+            continue;
+        }
+        if (steps >= 2 * TW_HG_SEAM) {
+            tw_open_tile(acc, s, half, store_rest);
+            for (u32 i = TW_HG_SEAM; i < steps - TW_HG_SEAM; i++) {
+                s.wait_full();
+                wgmma_fence();
+                tw_multiply<TW_HG_ALL>(acc, s, half, false);
+                wgmma_commit_group();
+                wgmma_wait_group<0>();
+                tw_release(s);
+            }
+            tw_close_tile(acc, s, half, [&] {
+                end = tiles.end();
+                tw_load_bias(bias, tiles.product(end), end.col, 0);
+                t = tickets.next<true>(t);
+                wgmma_wait_group<1>();
+                wgmma_hold(tw_before(acc));
+                store_first();
+            });
+            go();
+        } else {
+            store_rest();
+            end = tiles.end();
+            tw_load_bias(bias, tiles.product(end), end.col, 0);
+            tw_sum_tile<Tiles::MAY_BE_EMPTY>(acc, s, tickets, t, steps, half);
+            go();
+            store_first();
+        }
+        left = true;
+    }
+    store_rest();
 }
 
 // What every kernel of the core does behind tw_begin: `product` has its counter.
@@ -204,27 +366,30 @@ template <class Tiles> __device__ __forceinline__ void tw_hopper_product(const T
         return;
     }
     setmaxnreg_inc<TW_HG_MULTIPLY_REGISTERS>();
-    TwStages s;
     TwTickets tickets(counted);
     const u32 group = warpgroup_index();
-    u32 buffer = 0, owed = TW_HG_STAGES;
+    if constexpr (TW_HG_SEAMS) {
+        tw_multiply_seams(tiles, tickets, group);
+        if (threadIdx.x % 32 == 0) bulk_wait_group<0>();
+        return;
+    }
+    TwStages s;
+    u32 buffer = 0;
     for (u32 t = clusterid_x(); t < tiles.num();) {
         tiles.go(t, rank);
         float acc[TW_HG_N / 2];
-        if (Tiles::MAY_BE_EMPTY && tiles.steps() == 0) {
-            t = tickets.next<true>(t);
-#pragma unroll
-            for (u32 i = 0; i < TW_HG_N / 2; i++) acc[i] = 0.0f;
-        } else {
-            tw_multiply_tile(acc, s, tickets, t, tiles.steps(), group, owed);
-        }
+        tw_sum_tile<Tiles::MAY_BE_EMPTY>(acc, s, tickets, t, tiles.steps(), group);
         if (Tiles::MAY_BE_EMPTY && tiles.keeps()) continue;
-        const TwHopper& g = tiles.product();
+        const auto e = tiles.end();
+        const TwHopper& g = tiles.product(e);
         const u32 row = tiles.row() + 16 * warp;
-        if (Tiles::MAY_ADD && tiles.adds_by_map()) tiles.acquire_d(), tw_add_sums(acc, tiles.sums(), s, g.m, row, tiles.col(), owed);
+        if (Tiles::MAY_ADD && tiles.adds_by_map()) tiles.acquire_d(e), tw_add_sums(acc, tiles.sums(), s, tiles.steps(), g.m, row, tiles.col(), buffer);
         else if (TW_HG_OUT == 2) tw_store_32(acc, g, (float*)g.d + tiles.part() * (u64)g.m * g.n, row, tiles.col());
-        else tiles.acquire_d(), tw_store_16(acc, g, tiles.d(), row, tiles.col(), buffer);
+        else {
+            TwChunkBias bias;
+            tw_load_bias(bias, g, tiles.col(), 0);
+            tiles.acquire_d(e), tw_store_16<0, TW_HG_CHUNKS>(acc, g, tiles.d(e), row, tiles.col(), buffer, bias);
+        }
     }
-    if (TW_HG_ADDS) tw_release_owed(s, owed);
     if ((TW_HG_OUT != 2 || Tiles::MAY_ADD) && threadIdx.x % 32 == 0) bulk_wait_group<0>();
 }

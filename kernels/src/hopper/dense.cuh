@@ -15,6 +15,11 @@ struct TwDense {
     TwSpot spot;
     u32 of;
 
+    // The place of a tile.
+    struct End {
+        u32 row, col;
+    };
+
     enum : bool { MAY_BE_EMPTY = false, MAY_ADD = TW_HG_ADDS };
 
     __device__ __forceinline__ TwDense(const TwHopper& g, const TwTensorMap* a, const TwTensorMap* b, const TwTensorMap* d)
@@ -61,14 +66,14 @@ struct TwDense {
     }
     // Before the first load or store of a tile.
     __device__ __forceinline__ void acquire_b() {}
-    __device__ __forceinline__ void acquire_d() {}
+    __device__ __forceinline__ void acquire_d(const End&) {}
     __device__ __forceinline__ TwPlane a() const {
         return {map_a, 0};
     }
     __device__ __forceinline__ TwPlane b() const {
         return {map_b, 0};
     }
-    __device__ __forceinline__ TwPlane d() const {
+    __device__ __forceinline__ TwPlane d(const End&) const {
         return {map_d, 0};
     }
     // True if D is added to by its map, which has rows as in boxes.cuh.
@@ -78,8 +83,11 @@ struct TwDense {
     __device__ __forceinline__ TwSumRows sums() const {
         return {map_d, 0};
     }
-    // What the epilogue works by.
-    __device__ __forceinline__ const TwHopper& product() const {
+    // What the epilogue of a tile works by.
+    __device__ __forceinline__ End end() const {
+        return {row(), col()};
+    }
+    __device__ __forceinline__ const TwHopper& product(const End&) const {
         return g;
     }
     // What two warps do beside the product.

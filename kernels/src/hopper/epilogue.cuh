@@ -32,8 +32,12 @@ struct TwHopper {
     u32 parts, steps;
 };
 
-// Columns of D, or of each of its halves, that a tile has; and whether k may be cut into parts.
-enum : u32 { TW_HG_WIDTH = TW_HG_EPI == TW_HG_SWIGLU ? TW_HG_N / 2 : TW_HG_N };
+// Columns of D, or of each of its halves, that a tile has; whether k may be cut into parts.
+enum : u32 {
+    TW_HG_WIDTH = TW_HG_EPI == TW_HG_SWIGLU ? TW_HG_N / 2 : TW_HG_N,
+    // Chunks of 64 of them.
+    TW_HG_CHUNKS = (TW_HG_WIDTH + 63) / 64,
+};
 enum : bool { TW_HG_IN_PARTS = TW_HG_EPI == TW_PLAIN && TW_HG_OUT == 2 };
 // Whether tiles may be added to an f32 D behind a tensor map (sums.cuh), and the flag that says so
 // of a launch without bias: beside those of gemm/activation.cuh and grouped_gemm/splits.cuh.
@@ -99,9 +103,36 @@ struct TwPoint {
 __device__ __forceinline__ bool tw_bias_is_wide(const TwHopper& g) {
     return TW_HG_OUT == 2 || !(g.flags & TW_BIAS_OUT);
 }
-// Adds the bias of columns `shift` behind those of `at`, four pairs of columns at a time.
-__device__ __forceinline__ void tw_add_bias(const TwHopper& g, const TwPlace& at, u32 shift, float2 (&v)[16]) {
+// The bias of a thread's columns of a chunk where it is loaded AHEAD; else nothing.
+template <bool AHEAD> struct TwBiasOf {
+    __device__ __forceinline__ void load(const TwHopper&, const TwPlace&) {}
+};
+template <> struct TwBiasOf<true> {
+    float2 of[8];
+
+    // Loads what belongs to the columns of `at`.
+    __device__ __forceinline__ void load(const TwHopper& g, const TwPlace& at) {
+        const bool wide = tw_bias_is_wide(g);
+#pragma unroll
+        for (u32 j = 0; j < 8; j++) {
+            const u32 col = at.col + 8 * j;
+            of[j] = make_float2(0.0f, 0.0f);
+            if (g.bias && wide && col < at.cols) of[j] = *(const float2*)((const float*)g.bias + col);
+            if (g.bias && !wide && col < at.cols) of[j] = tw_numbers(tw_load_pair(g.bias, col));
+        }
+    }
+};
+typedef TwBiasOf<false> TwNoBias;
+
+// Adds the bias of the columns of `at`, or of those of SwiGLU's other half.
+__device__ __forceinline__ void tw_add_bias(const TwHopper&, const TwBiasOf<true>& bias, const TwPlace&, u32, float2 (&v)[16]) {
+#pragma unroll
+    for (u32 i = 0; i < 16; i++) v[i].x += bias.of[i / 2].x, v[i].y += bias.of[i / 2].y;
+}
+// The same, four pairs of columns at a time.
+__device__ __forceinline__ void tw_add_bias(const TwHopper& g, const TwNoBias&, const TwPlace& at, u32 half, float2 (&v)[16]) {
     const bool wide = tw_bias_is_wide(g);
+    const u32 shift = half * at.cols;
 #pragma unroll
     for (u32 part = 0; part < 8; part += 4) {
         float2 b[4];
@@ -117,8 +148,9 @@ __device__ __forceinline__ void tw_add_bias(const TwHopper& g, const TwPlace& at
     }
 }
 // The same of the one pair of a place that D has.
-__device__ __forceinline__ void tw_add_bias(const TwHopper& g, const TwPoint& at, u32 shift, float2 (&v)[1]) {
+__device__ __forceinline__ void tw_add_bias(const TwHopper& g, const TwNoBias&, const TwPoint& at, u32 half, float2 (&v)[1]) {
     const bool wide = tw_bias_is_wide(g);
+    const u32 shift = half * at.cols;
     const float2 b = wide ? *(const float2*)((const float*)g.bias + shift + at.col) : tw_numbers(tw_load_pair(g.bias, shift + at.col));
     v[0].x += b.x, v[0].y += b.y;
 }
@@ -146,7 +178,8 @@ __device__ __forceinline__ float tw_sigmoid(float x) {
     return rcp_approx_ftz_f32(1.0f + ex2_approx_ftz_f32(-1.4426950f * x));
 }
 __device__ __forceinline__ float tw_fast_gelu(float x) {
-    return 0.5f * x * (1.0f + tw_tanh(0.7978846f * (x + 0.044715f * x * x * x)));
+    // (1 + tanh(u)) / 2 is the sigmoid of 2 u: without a difference of nearly equal numbers.
+    return x * tw_sigmoid(x * (1.5957691f + 0.0713548f * x * x));
 }
 __device__ __forceinline__ float tw_fast_dgelu(float x) {
     const float t = tw_tanh(0.7978846f * (x + 0.044715f * x * x * x));
@@ -161,8 +194,8 @@ __device__ __forceinline__ float tw_fast_dswiglu(float d, float gate, float up, 
 
 // Finishes a thread's pairs: v are sums, `up` those of SwiGLU's other half. `half`: which half of D
 // DSwiGLU computes.
-template <class Place>
-__device__ __forceinline__ void tw_finish(const TwHopper& g, const Place& at, float2 (&v)[Place::NUM], float2 (&up)[Place::NUM], u32 half) {
+template <class Place, class Bias>
+__device__ __forceinline__ void tw_finish(const TwHopper& g, const Bias& bias, const Place& at, float2 (&v)[Place::NUM], float2 (&up)[Place::NUM], u32 half) {
     enum : u32 { NUM = Place::NUM };
     if constexpr (TW_HG_EPI == TW_PLAIN) return;
     if constexpr (TW_HG_EPI == TW_LINEAR) {
@@ -176,7 +209,7 @@ __device__ __forceinline__ void tw_finish(const TwHopper& g, const Place& at, fl
             }
         }
     }
-    if (g.bias) tw_add_bias(g, at, 0, v);
+    if (g.bias) tw_add_bias(g, bias, at, 0, v);
     if constexpr (TW_HG_EPI == TW_HG_DGELU) {
         TwPair w[NUM];
         tw_load_pairs(g.aux, g.ldaux, 0, at, w);
@@ -200,7 +233,7 @@ __device__ __forceinline__ void tw_finish(const TwHopper& g, const Place& at, fl
         return;
     }
     if constexpr (TW_HG_EPI == TW_HG_SWIGLU) {
-        if (g.bias) tw_add_bias(g, at, at.cols, up);
+        if (g.bias) tw_add_bias(g, bias, at, 1, up);
     }
     if constexpr (TW_HG_EPI != TW_LINEAR) {
         if (g.aux) {
@@ -220,11 +253,22 @@ __device__ __forceinline__ void tw_finish(const TwHopper& g, const Place& at, fl
     }
 }
 
-// The 16 pairs of the chunk that begins at column `first` of a tile at (row, col) of D, finished.
-__device__ __forceinline__ TwPlace tw_finish_chunk(const float (&acc)[TW_HG_N / 2], const TwHopper& g, u32 row, u32 col, u32 first, u32 half,
-                                                   float2 (&v)[16]) {
+// The first column of chunk `c` of a tile: where 64 does not divide it, the last one goes back.
+__device__ __forceinline__ constexpr u32 tw_chunk(u32 c) {
+    return 64 * c + 64 <= TW_HG_WIDTH ? 64 * c : TW_HG_WIDTH - 64;
+}
+
+// The place of a thread in the chunk that begins at column `first` of a tile at (row, col) of D.
+__device__ __forceinline__ TwPlace tw_place(const TwHopper& g, u32 row, u32 col, u32 first) {
     const u32 lane = threadIdx.x % 32, cols = TW_HG_EPI == TW_HG_SWIGLU ? g.n / 2 : g.n;
-    const TwPlace at = {row + lane / 4, col + first + lane % 4 * 2, g.m, cols};
+    return {row + lane / 4, col + first + lane % 4 * 2, g.m, cols};
+}
+
+// The 16 pairs of that chunk, finished.
+template <class Bias>
+__device__ __forceinline__ TwPlace tw_finish_chunk(const float (&acc)[TW_HG_N / 2], const TwHopper& g, const Bias& bias, u32 row, u32 col, u32 first,
+                                                   u32 half, float2 (&v)[16]) {
+    const TwPlace at = tw_place(g, row, col, first);
     float2 up[16];
 #pragma unroll
     for (u32 i = 0; i < 16; i++) {
@@ -233,26 +277,37 @@ __device__ __forceinline__ TwPlace tw_finish_chunk(const float (&acc)[TW_HG_N / 
         up[i] = make_float2(0.0f, 0.0f);
         if constexpr (TW_HG_EPI == TW_HG_SWIGLU) up[i] = make_float2(acc[TW_HG_N / 4 + e], acc[TW_HG_N / 4 + e + 1]);
     }
-    tw_finish(g, at, v, up, half);
+    tw_finish(g, bias, at, v, up, half);
     return at;
+}
+
+// The bias of a tile's chunks, one after the other. It comes while the chunk before is finished:
+// from L2, which takes as long as that.
+typedef TwBiasOf<TW_HG_EPI == TW_LINEAR || TW_HG_EPI == TW_HG_RELU || TW_HG_EPI == TW_HG_GELU> TwChunkBias;
+__device__ __forceinline__ void tw_load_bias(TwChunkBias& bias, const TwHopper& g, u32 col, u32 chunk) {
+    if (chunk < TW_HG_CHUNKS) bias.load(g, tw_place(g, 0, col, tw_chunk(chunk)));
 }
 
 // Stores D of 16 bits: each warp its 16 rows from `row` on, 64 columns at a time through buffers of
 // its own, so that no warp waits for another and the stores go on under the next tile. Where 64
 // does not divide the tile, the last chunk writes some columns twice, the same values. `next` goes
-// on from tile to tile: a buffer that is written again has been read.
-template <class Box>
-__device__ __forceinline__ void tw_store_16(const float (&acc)[TW_HG_N / 2], const TwHopper& g, const Box& d, u32 row, u32 col, u32& next) {
+// on from tile to tile: a buffer that is written again has been read. Chunks FROM to TO - 1;
+// `bias` is that of the first one, and becomes that of chunk TO, if there is one.
+template <u32 FROM, u32 TO, class Box>
+__device__ __forceinline__ void tw_store_16(const float (&acc)[TW_HG_N / 2], const TwHopper& g, const Box& d, u32 row, u32 col, u32& next,
+                                            TwChunkBias& bias) {
     const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     u8* own = tw_smem + TW_HG_AT_D + warp * TW_HG_BUFFERS * TW_HG_BUFFER_BYTES;
 #pragma unroll
-    for (u32 c = 0; c < (TW_HG_WIDTH + 63) / 64; c++) {
+    for (u32 c = FROM; c < TO; c++) {
+        const TwChunkBias own_bias = bias;
+        tw_load_bias(bias, g, col, c + 1);
         // Once more for the other half of DSwiGLU's D, rather than to keep both in registers.
 #pragma unroll 1
         for (u32 half = 0; half < (TW_HG_EPI == TW_HG_DSWIGLU ? 2 : 1); half++) {
-            const u32 first = 64 * c + 64 <= TW_HG_WIDTH ? 64 * c : TW_HG_WIDTH - 64;
+            const u32 first = tw_chunk(c);
             float2 v[16];
-            tw_finish_chunk(acc, g, row, col, first, half, v);
+            tw_finish_chunk(acc, g, own_bias, row, col, first, half, v);
             u8* buffer = own + next * TW_HG_BUFFER_BYTES;
             next = next + 1 == TW_HG_BUFFERS ? 0 : next + 1;
             // stmatrix waits for all lanes of the warp, and so for lane 0's wait.
@@ -281,10 +336,9 @@ __device__ __forceinline__ void tw_store_16(const float (&acc)[TW_HG_N / 2], con
 // of a row.
 __device__ __forceinline__ void tw_store_32(const float (&acc)[TW_HG_N / 2], const TwHopper& g, float* d, u32 row, u32 col) {
 #pragma unroll
-    for (u32 c = 0; c < (TW_HG_WIDTH + 63) / 64; c++) {
-        const u32 first = 64 * c + 64 <= TW_HG_WIDTH ? 64 * c : TW_HG_WIDTH - 64;
+    for (u32 c = 0; c < TW_HG_CHUNKS; c++) {
         float2 v[16];
-        const TwPlace at = tw_finish_chunk(acc, g, row, col, first, 0, v);
+        const TwPlace at = tw_finish_chunk(acc, g, TwNoBias{}, row, col, tw_chunk(c), 0, v);
 #pragma unroll
         for (u32 i = 0; i < 16; i++)
             if (at.has(i)) *(float2*)(d + at.at(i, g.ldd)) = v[i];

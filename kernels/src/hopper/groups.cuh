@@ -150,6 +150,13 @@ struct TwGroups {
     __device__ __forceinline__ bool shares_a() const {
         return spot.shares_a;
     }
+    // The place of a tile, and where its group ends.
+    struct End {
+        u32 row, col, group, until;
+    };
+    __device__ __forceinline__ End end() const {
+        return {row(), col(), group, first + rows};
+    }
     // Sums are whole.
     __device__ __forceinline__ u32 part() const {
         return 0;
@@ -160,12 +167,12 @@ struct TwGroups {
     __device__ __forceinline__ u32 steps() const {
         return ((BY_ROWS ? p.g.k : rows) + TW_HG_K - 1) / TW_HG_K;
     }
-    __device__ __forceinline__ bool adds() const {
+    __device__ __forceinline__ bool adds(u32 group) const {
         return !BY_ROWS && p.accumulate != nullptr && p.accumulate[group] != 0;
     }
     // True if the gradient is added to by its map, which has rows as in boxes.cuh.
     __device__ __forceinline__ bool adds_by_map() const {
-        return rows > 0 && adds() && (p.g.flags & TW_D_HAS_MAP);
+        return rows > 0 && adds(group) && (p.g.flags & TW_D_HAS_MAP);
     }
     __device__ __forceinline__ TwSumRows sums() const {
         if (p.maps != nullptr) return {p.maps + group, 0};
@@ -173,21 +180,21 @@ struct TwGroups {
     }
     // Adding zeros would turn -0 into 0.
     __device__ __forceinline__ bool keeps() const {
-        return rows == 0 && adds();
+        return rows == 0 && adds(group);
     }
-    __device__ __forceinline__ void acquire() {
+    __device__ __forceinline__ void acquire(u32 group) {
         if (p.maps == nullptr || known == p.maps + group) return;
         known = p.maps + group;
         tensor_acquire(known);
     }
     __device__ __forceinline__ void acquire_b() {
-        if (BY_ROWS) acquire();
+        if (BY_ROWS) acquire(group);
     }
-    __device__ __forceinline__ void acquire_d() {
-        if (!BY_ROWS) acquire();
+    __device__ __forceinline__ void acquire_d(const End& e) {
+        if (!BY_ROWS) acquire(e.group);
     }
-    // The matrix of this group: behind its own map, or one of all.
-    __device__ __forceinline__ TwPlane plane(const TwTensorMap* all) const {
+    // The matrix of a group: behind its own map, or one of all.
+    __device__ __forceinline__ TwPlane plane(const TwTensorMap* all, u32 group) const {
         if (p.maps != nullptr) return {p.maps + group, 0};
         return {all, group};
     }
@@ -195,23 +202,24 @@ struct TwGroups {
         return {map_a, first + rows};
     }
     __device__ __forceinline__ auto b() const {
-        if constexpr (BY_ROWS) return plane(map_b);
+        if constexpr (BY_ROWS) return plane(map_b, group);
         else return TwRagged{map_b, first + rows};
     }
-    __device__ __forceinline__ auto d() const {
-        if constexpr (BY_ROWS) return TwRagged{map_d, first + rows};
-        else return plane(map_d);
+    __device__ __forceinline__ auto d(const End& e) const {
+        if constexpr (BY_ROWS) return TwRagged{map_d, e.until};
+        else return plane(map_d, e.group);
     }
-    __device__ __forceinline__ TwHopper product() const {
+    __device__ __forceinline__ TwHopper product(const End& e) const {
         TwHopper g = p.g;
+        const u32 group = e.group;
         if (BY_ROWS) {
-            g.m = first + rows;
+            g.m = e.until;
             const u32 bytes = TW_HG_OUT != 2 && (g.flags & TW_BIAS_OUT) ? 2 : 4;
             if (g.bias) g.bias = (const u8*)g.bias + (i64)group * g.n * bytes;
         } else {
             if (p.addresses != nullptr) g.d = (void*)p.addresses[group];
             else g.d = (u8*)g.d + group * p.stride * (TW_HG_OUT == 2 ? 4 : 2);
-            if (adds()) g.flags |= TW_ACCUMULATE;
+            if (adds(group)) g.flags |= TW_ACCUMULATE;
         }
         return g;
     }

@@ -117,7 +117,8 @@ pub struct Variant {
     pub out_f32: bool,
     /// The function of the sums.
     pub epilogue: Epilogue,
-    /// Columns of a tile: 256; for [`Epilogue::Plain`] also 192 and 128, and for [`Order::Nt`] 224.
+    /// Columns of a tile: 256; for [`Epilogue::Plain`] also 192 and 128, and for [`Order::Nt`] 224;
+    /// 320 for 16-bit results of [`Epilogue::Plain`] and f32 ones of [`Epilogue::Linear`].
     pub cols: usize,
 }
 
@@ -126,6 +127,7 @@ impl Variant {
     pub fn stages(&self) -> usize {
         match self.cols {
             128 => 6,
+            320 => 3,
             _ => 4,
         }
     }
@@ -175,7 +177,7 @@ impl Variant {
     pub fn all_grouped() -> Vec<Variant> {
         let fits = |v: &Variant| match v.epilogue {
             Epilogue::Plain => [256, 128].contains(&v.cols),
-            Epilogue::Linear => v.order != Order::Nn,
+            Epilogue::Linear => v.cols == 256 && v.order != Order::Nn,
             Epilogue::Relu | Epilogue::Gelu | Epilogue::SwiGlu => v.order == Order::Nt,
             Epilogue::DGelu | Epilogue::DSwiGlu => false,
         };
@@ -217,6 +219,12 @@ impl Variant {
                             all.push(Variant { out_f32: true, ..v });
                         }
                     }
+                    let wide = Variant { order, f16, out_f32: false, epilogue, cols: 320 };
+                    match epilogue {
+                        Epilogue::Plain => all.push(wide),
+                        Epilogue::Linear => all.push(Variant { out_f32: true, ..wide }),
+                        _ => {}
+                    }
                 }
             }
         }
@@ -243,7 +251,7 @@ mod tests {
             assert!(v.epilogue == Epilogue::Plain || v.width() % BOX_COLS == 0, "{v:?}");
         }
         let num = (all.len(), Variant::all_grouped().len(), Variant::all_sums().len());
-        assert_eq!(num, (82, 38, 16));
+        assert_eq!(num, (94, 38, 16));
         assert!(all.iter().all(|v| Variant::all_sums().contains(&v.of_sums())));
     }
 }

@@ -38,7 +38,7 @@ __device__ __forceinline__ void tw_sum_and_finish(const TwHopper& g, const float
 #pragma unroll
     for (u32 half = 0; half < (TW_HG_EPI == TW_HG_DSWIGLU ? 2 : 1); half++) {
         float2 v[1] = {sum};
-        tw_finish(g, at, v, up, half);
+        tw_finish(g, TwNoBias{}, at, v, up, half);
         tw_store_pair(g.d, at.at(0, g.ldd) + half * g.n, v[0]);
     }
 }

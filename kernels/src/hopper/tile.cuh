@@ -38,7 +38,7 @@ enum : u32 {
     TW_HG_THREADS = 384,
     TW_HG_A_BYTES = TW_HG_M * TW_HG_K * 2,
     TW_HG_B_BYTES = TW_HG_N * TW_HG_K * 2,
-    // Tiles of 16 rows x 64 columns through which each of 8 warps stores D.
+    // Tiles of 16 rows x 64 columns, or boxes of f32 for L2, through which 8 warps store D.
     TW_HG_BUFFERS = 2,
     TW_HG_BUFFER_BYTES = 16 * 64 * 2,
     TW_HG_AT_B = TW_HG_STAGES * TW_HG_A_BYTES,
@@ -46,13 +46,18 @@ enum : u32 {
     TW_HG_AT_BARRIERS = TW_HG_AT_D + 8 * TW_HG_BUFFERS * TW_HG_BUFFER_BYTES,
     // Barriers: two for each stage, and two and a word for the numbers of tiles.
     TW_HG_BYTES = TW_HG_AT_BARRIERS + 16 * TW_HG_STAGES + 32,
-    // What a tile is added to, by map: boxes of 16 rows x 32 columns of f32. A stage has so many
-    // for each of 8 warps, and a tile so many stages.
+    // What a tile is added to, by map: boxes of 16 rows x 32 columns of f32. A stage has TW_HG_SUMS
+    // for each of 8 warps. A tile has two such stages; one if its product has TW_HG_LONG or more.
     TW_HG_SUMS_BYTES = 16 * 32 * 4,
     TW_HG_SUMS = (TW_HG_A_BYTES + TW_HG_B_BYTES) / (8 * TW_HG_SUMS_BYTES),
-    TW_HG_SUMS_STAGES = (TW_HG_N / 32 + TW_HG_SUMS - 1) / TW_HG_SUMS,
+    TW_HG_LONG = 32,
     // Steps before the end of a tile's loads at which what its epilogue reads is brought to L2.
     TW_HG_AHEAD = 8,
+    // Columns of a tile whose sums are stored first: whole chunks of 64.
+    TW_HG_FIRST = TW_HG_N > 256 ? 192 : TW_HG_N > 128 ? 128 : 64,
+    // Stages at either end of a tile whose products are made in two passes, of these columns and of
+    // the others.
+    TW_HG_SEAM = TW_HG_STAGES / 2,
     // Registers of a thread that loads, and of one that multiplies: 128 of 56 and 256 of 224 are
     // what 384 threads of 168 begin with. With 40 and 232 some widths spill.
     TW_HG_LOAD_REGISTERS = 56,

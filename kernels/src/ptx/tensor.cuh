@@ -80,3 +80,9 @@ __device__ __forceinline__ void tensor_reduce_add_3d(const TwTensorMap* map, con
                  "r"((u32)__cvta_generic_to_shared(shared)), "r"(x), "r"(y), "r"(z)
                  : "memory");
 }
+
+__device__ __forceinline__ void tensor_reduce_add_4d(const TwTensorMap* map, const void* shared, int x, int y, int z, int w) {
+    asm volatile("cp.reduce.async.bulk.tensor.4d.global.shared::cta.add.tile.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(map),
+                 "r"((u32)__cvta_generic_to_shared(shared)), "r"(x), "r"(y), "r"(z), "r"(w)
+                 : "memory");
+}

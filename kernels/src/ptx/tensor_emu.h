@@ -55,3 +55,8 @@ __device__ __forceinline__ void tensor_reduce_add_3d(const TwTensorMap* map, con
     const int at[] = {x, y, z};
     emu_tensor_store(map, shared, at, 3, true);
 }
+
+__device__ __forceinline__ void tensor_reduce_add_4d(const TwTensorMap* map, const void* shared, int x, int y, int z, int w) {
+    const int at[] = {x, y, z, w};
+    emu_tensor_store(map, shared, at, 4, true);
+}

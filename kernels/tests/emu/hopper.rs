@@ -30,6 +30,8 @@ pub const TESTS: &[Test] = tests![
 /// What `EmuTensorMap` of `emu/abi.h` begins with.
 const MARK: u64 = 0x7061_6d2d_726f_7374;
 const SWIZZLE: u8 = 128;
+/// `EMU_F32`.
+const F32: u64 = 1;
 
 /// A tensor map, from the innermost dimension on: sizes, bytes from index to index of the outer
 /// ones, and the rows of a box of 64 columns. Elements are of 16 bits.
@@ -67,6 +69,7 @@ pub fn map_of_sums(addr: u64, [rows, cols]: [usize; 2], ld: usize) -> TwTensorMa
     let strides: Vec<i64> = strides.iter().rev().map(|s| 4 * *s as i64).collect();
     let mut map = map_of(4, addr, (&dims, &strides), 1);
     map.words[11] = SUM_BOX.iter().fold(0, |words, n| words << 16 | *n as u64);
+    map.words[12] |= F32 << 32;
     map
 }
 
@@ -268,6 +271,16 @@ fn hopper_widths_and_types() {
     }
     let exact = Case { out: Type::Bf16, exact: true, ..case(Tn, 264, 136, 200) };
     check(&exact, false, 128, 4, 5);
+    // Tiles that overlap: of as many steps as that takes, one more, and fewer.
+    for (cols, k) in [(256, 256), (256, 264), (224, 264), (320, 128), (320, 136), (320, 64)] {
+        for layout in [Nt, Nn, Tn] {
+            if cols == 224 && layout != Nt {
+                continue;
+            }
+            let c = Case { out: Type::Bf16, pad: 8, ..case(layout, 136, 392, k) };
+            check(&c, false, cols, 2, 3);
+        }
+    }
 }
 
 fn epilogue_cases(layout: Layout) -> Vec<Case> {
@@ -316,12 +329,20 @@ fn hopper_sums_by_map() {
     }
     check(&Case { exact: true, ..c(Tn, 16, 40, 200) }, true, 256, 2, 2);
     check(&Case { exact: true, ..c(Tn, 272, 1032, 64) }, false, 256, 2, 3);
+    // L2 adds more of many steps, and of wide tiles: the same bits.
+    let long = Case { pad: 8, ..c(Tn, 144, 392, 2056) };
+    let [a, b] = [256, 320].map(|cols| check(&long, false, cols, 2, 1));
+    assert!(a == b, "bits of D");
+    check(&c(Nt, 272, 648, 136), false, 320, 2, 1);
+    // Wide tiles that no map fits, with a bias and with rows that fill no boxes.
+    check(&Case { bias: true, ..case(Nt, 136, 648, 136) }, false, 320, 2, 1);
+    check(&c(Nn, 136, 648, 136), false, 320, 2, 2);
 }
 
 /// Tile, order and number of blocks change no bit.
 fn hopper_bits_do_not_depend_on_the_launch() {
     let c = case(Nt, 264, 264, 200);
-    let all = [(128, 2, 0), (128, 6, 1), (192, 4, 2), (256, 2, 3)];
+    let all = [(128, 2, 0), (128, 6, 1), (192, 4, 2), (256, 2, 3), (320, 2, 4), (224, 4, 5)];
     let all = all.map(|(cols, blocks, seed)| check(&c, false, cols, blocks, seed));
     assert!(all.iter().all(|d| *d == all[0]), "bits of D");
 }

@@ -176,6 +176,10 @@ fn rows(lib: &'static Lib) {
 
 fn columns(lib: &'static Lib) {
     check(lib, &narrow(Wgrad, &[3, 0, 270, 1, 65, 0], 400, 136, 264), 128, 2);
+    // Tiles that overlap, and groups that keep their gradients between them.
+    let long = narrow(Wgrad, &[260, 0, 270, 1, 300, 0], 840, 136, 392);
+    check(lib, &long, 256, 2);
+    check(lib, &Case { accumulate: true, ..long }, 256, 2);
     check(lib, &case(Wgrad, &[3, 0, 70, 1, 0], 80, 72, 40), 128, 4);
     let add = Case { accumulate: true, exact: true, ..case(Wgrad, &[9, 0, 0, 33], 42, 24, 72) };
     check(lib, &add, 256, 2);
@@ -217,6 +221,7 @@ fn tables(lib: &'static Lib) {
     for pass in [Fprop, Wgrad] {
         check(lib, &Case { table: true, ..narrow(pass, &[9, 0, 130, 33], 172, 24, 72) }, 128, 2);
     }
+    check(lib, &Case { table: true, ..narrow(Wgrad, &[259, 0, 270, 3], 540, 24, 72) }, 256, 2);
     let add = Case { accumulate: true, ..case(Wgrad, &[9, 0, 0, 33], 42, 24, 72) };
     check(lib, &Case { table: true, ..add }, 256, 2);
 }

@@ -14,6 +14,7 @@ use crate::{Test, scenarios, tests};
 pub const TESTS: &[Test] = tests![
     hopper_scenarios,
     hopper_core_mutants,
+    hopper_seam_mutants,
     hopper_map_mutants,
     hopper_order_mutants,
     hopper_epilogue_mutants,
@@ -37,6 +38,22 @@ fn long_sums(lib: &'static Lib) {
     for seed in 0..4 {
         check_on(lib, &c, &v, 2, seed);
     }
+}
+
+/// Tiles that overlap, several of a block, in the widths that do.
+fn seams(lib: &'static Lib) {
+    for (seed, (cols, layout)) in
+        [(256, Nt), (320, Nn), (256, Tn), (224, Nt)].into_iter().enumerate()
+    {
+        run(lib, &plain(layout, 264, 520, 392), cols, 2, seed as u64);
+    }
+    run(lib, &Case { bias: true, ..plain(Nt, 264, 520, 264) }, 256, 2, 1);
+}
+
+/// Tiles of too few steps to overlap.
+fn short_tiles(lib: &'static Lib) {
+    run(lib, &plain(Nt, 264, 520, 136), 256, 2, 1);
+    run(lib, &Case { bias: true, ..plain(Nt, 264, 520, 72) }, 256, 2, 1);
 }
 
 /// One step a tile, an odd row of tiles, three columns.
@@ -137,11 +154,21 @@ fn many_sums(lib: &'static Lib) {
     run(lib, &Case { accumulate: true, ..case(Tn, 40, 72, 64) }, 256, 2, 1);
 }
 
+/// The same of a product of many steps, of which L2 adds more.
+fn long_added(lib: &'static Lib) {
+    for (seed, cols) in [(1, 256), (2, 320)] {
+        run(lib, &Case { accumulate: true, ..case(Tn, 144, 264, 2056) }, cols, 2, seed);
+    }
+}
+
 /// What fails with a mutant must pass without.
 fn hopper_scenarios() {
     let lib = base(HOPPER_GEMM.emu_text());
     for f in [
         long_sums,
+        seams,
+        short_tiles,
+        long_added,
         one_step,
         beginnings,
         counted,
@@ -184,8 +211,12 @@ fn hopper_core_mutants() {
     killed(("hopper/sm90_gemm", "parts"), scenarios![parts]);
 }
 
+fn hopper_seam_mutants() {
+    killed(("hopper/sm90_gemm", "seams"), scenarios![seams, short_tiles]);
+}
+
 fn hopper_map_mutants() {
-    killed(("hopper/sm90_gemm", "sums"), scenarios![many_sums]);
+    killed(("hopper/sm90_gemm", "sums"), scenarios![many_sums, long_added]);
 }
 
 fn hopper_order_mutants() {

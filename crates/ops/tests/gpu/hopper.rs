@@ -3,7 +3,9 @@
 use tilewire_core::{DType, ErrorKind, Rng, Shape};
 use tilewire_device::cuda::CudaContext;
 use tilewire_device::{Buffer, Device, Stream, Tensor};
-use tilewire_ops::gemm::{AOrder, Activation, BOrder, Epilogue, GemmBackend, GemmDesc, GemmPlan};
+use tilewire_ops::gemm::{
+    AOrder, Activation, BOrder, Epilogue, GemmBackend, GemmDesc, GemmInputs, GemmPlan,
+};
 use tilewire_ops::grouped_gemm::{GroupedDesc, GroupedGemmPlan, GroupedWgrad, Splits};
 use tilewire_testing::{Lack, WORDS, did_not_run};
 
@@ -34,20 +36,29 @@ pub fn is_emulated() -> bool {
     std::env::var_os("TW_EMU_TEXTS").is_some()
 }
 
-/// Shapes: one tile and less, tails of everything; of the plain product also odd rows of tiles, one
-/// step, many steps, several waves; of what is added to, those whose f32 come by tensor map.
+/// Shapes: one tile and less, tails of everything, tiles that overlap; of the plain product also
+/// odd rows of tiles, one step, many steps, several waves, tiles of 320 columns; of what is added
+/// to, those whose f32 come by tensor map, few steps, many, and wide tiles.
 fn shapes(e: Epilogue) -> Vec<(usize, usize, usize)> {
     let mut all = vec![(1, 8, 8), (130, 264, 72)];
     if e.accumulate && !e.bias {
         all.push((144, 264, 72));
-        all.extend((!is_emulated()).then_some((1040, 2056, 136)));
+        if !is_emulated() {
+            all.extend([(1040, 2056, 136), (272, 520, 2056), (1040, 3840, 136)]);
+        }
     }
     let plain = e == Epilogue::NONE;
     if !is_emulated() {
-        all.push((257, 136, 136));
+        all.extend([(257, 136, 136), (520, 776, 328)]);
     }
     if !is_emulated() && plain {
-        all.extend([(63, 136, 200), (128, 256, 64), (300, 40, 4096), (1032, 2056, 64)]);
+        all.extend([
+            (63, 136, 200),
+            (128, 256, 64),
+            (300, 40, 4096),
+            (1032, 2056, 64),
+            (1032, 3840, 136),
+        ]);
     }
     all
 }
@@ -207,7 +218,7 @@ fn grouped_plan(g: &Gpu, d: GroupedDesc) -> GroupedGemmPlan {
 fn splits() -> Vec<Vec<usize>> {
     let mut all = vec![vec![3, 0, 170, 1, 0, 126], vec![0, 0, 0]];
     if !is_emulated() {
-        all.extend([vec![0, 65, 2, 129], vec![190], vec![1]]);
+        all.extend([vec![0, 65, 2, 129], vec![190], vec![1], vec![300, 2100, 0, 257]]);
         all.push((0..70).map(|e| usize::from(e % 7 == 3) * (e % 5) * 30).collect());
     }
     all
@@ -315,6 +326,44 @@ fn short_sums_are_added_to_large_results() {
             cols.iter_mut().zip(row).for_each(|(to, v)| *to += *v as i64);
         }
         assert!(cols == by_col, "columns of group {e}");
+    }
+}
+
+/// Numbers below the least normal one stay as they are where nothing is added to them, and come out
+/// where normal ones cancel, whoever adds.
+#[test]
+fn tiny_results_are_added_to() {
+    let Some(g) = hopper() else { return };
+    for k in if is_emulated() { &[72][..] } else { &[72, 2056] } {
+        let desc = GemmDesc {
+            a_order: AOrder::Km,
+            b_order: BOrder::Kn,
+            out: DType::F32,
+            epilogue: Epilogue { accumulate: true, ..Epilogue::NONE },
+            ..GemmDesc::nt(144, 264, *k, DType::BF16)
+        };
+        let plan = plan_by(&g, desc, GemmBackend::Hopper);
+        // Operands whose product is `v` squared, with the sign of `v` turned, or zero.
+        let operand = |rows: usize, v: f32| {
+            let mut all = vec![0.0; k * rows];
+            all[..rows].fill(v);
+            g.move_here(&Tensor::from_f32(&all, DType::BF16, Shape::d2(*k, rows)).unwrap())
+        };
+        let tiny: Vec<f32> = (1..=144 * 264).map(f32::from_bits).collect();
+        let (root, least) = (2f32.powi(-63), f32::MIN_POSITIVE);
+        for (v, before, after) in [
+            (0.0, tiny.clone(), tiny.clone()),
+            (root, tiny.iter().map(|t| least + t).collect(), tiny),
+        ] {
+            let d =
+                g.move_here(&Tensor::from_f32(&before, DType::F32, Shape::d2(144, 264)).unwrap());
+            let inputs = GemmInputs::new(operand(144, v), operand(264, -v), d.clone());
+            plan.launch(&g.stream, inputs).unwrap().join(&g.stream).unwrap();
+            g.stream.synchronize().unwrap();
+            let all = d.to_vec::<f32>().unwrap();
+            let bad = all.iter().zip(&after).filter(|(a, b)| a != b).count();
+            assert_eq!(bad, 0, "numbers of {desc} with {v} that are others");
+        }
     }
 }
 
