@@ -2,7 +2,8 @@
 //! algorithms, by the core for sm_90a and by the portable kernel; random inputs, bf16. One JSON
 //! object a line.
 //!
-//! `cargo run --release -p tilewire-ops --example rates gemm [M,N,K ...]`.
+//! `cargo run --release -p tilewire-ops --example rates gemm [PASS ...] [M,N,K ...] [sustained]`,
+//! for the passes that begin with one of these words, `nt`, `tn +=` or `gelu`, or all of them.
 
 use std::sync::Arc;
 
@@ -60,11 +61,26 @@ fn kinds([m, n, k]: [usize; 3]) -> Vec<(&'static str, GemmDesc)> {
     ]
 }
 
+/// Whether a pass is asked for by a word in front of this rest of its name: `nt` is `nt -> bf16`,
+/// while `nt + bias -> bf16` is asked for by more of it.
+fn ends(rest: &str) -> bool {
+    rest.is_empty() || rest.starts_with([' ', '(']) && !rest.starts_with(" +")
+}
+
 fn bench(ctx: &CudaContext, shape @ [m, n, k]: [usize; 3]) -> Result<()> {
     let device = Device::Cuda(ctx.clone());
     let stream = Stream::on(ctx)?;
     let (a, b) = (normal(ctx, &stream, m, k)?, normal(ctx, &stream, n, k)?);
-    for (name, desc) in kinds(shape) {
+    let all = kinds(shape);
+    let words: Vec<String> =
+        std::env::args().skip(2).filter(|a| !a.contains(',') && a != "sustained").collect();
+    let is = |name: &str, w: &String| name.strip_prefix(w.as_str()).is_some_and(ends);
+    if let Some(odd) = words.iter().find(|w| !all.iter().any(|(name, _)| is(name, w))) {
+        let names: Vec<_> = all.iter().map(|(name, _)| *name).collect();
+        return Err(Error::invalid("which pass?").expected(names.join(", ")).seen(odd));
+    }
+    let asked = |name: &str| words.is_empty() || words.iter().any(|w| is(name, w));
+    for (name, desc) in all.into_iter().filter(|(name, _)| asked(name)) {
         // The same memory, read in another order.
         let place = |t: &Tensor, turned: bool, rows: usize| {
             t.reshape(if turned { Shape::d2(k, rows) } else { Shape::d2(rows, k) })
