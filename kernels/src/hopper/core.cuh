@@ -242,51 +242,31 @@ __device__ __forceinline__ void tw_sum_tile(float (&acc)[TW_HG_N / 2], TwStages&
     wgmma_hold(acc);
 }
 
-// The first stages of a tile: acc = their products. `store` stores the last columns of the tile
-// before, whose sums are in acc: under the products of the first columns.
-template <class Store> __device__ __forceinline__ void tw_open_tile(float (&acc)[TW_HG_N / 2], TwStages& s, u32 half, const Store& store) {
+// The first stages of a tile, if BEGINS: acc = their products, or the last ones, whose products are
+// added to acc. `between` is called under the products of the first columns, before those of the
+// others begin; `behind` under the latter, which alone may be in flight behind wait_group<1>.
+template <bool BEGINS, class Between, class Behind>
+__device__ __forceinline__ void tw_multiply_seam(float (&acc)[TW_HG_N / 2], TwStages& s, u32 half, const Between& between, const Behind& behind) {
     TwStages again = s, done = s;
     wgmma_fence();
 #pragma unroll
     for (u32 i = 0; i < TW_HG_SEAM; i++) {
         s.wait_full();
-        tw_multiply<TW_HG_BEFORE>(acc, s, half, i == 0);
+        tw_multiply<TW_HG_BEFORE>(acc, s, half, BEGINS && i == 0);
         s.advance();
     }
     wgmma_commit_group();
-    store();
-    wgmma_fence();
+    between();
+    if (BEGINS) wgmma_fence();
 #pragma unroll
     for (u32 i = 0; i < TW_HG_SEAM; i++) {
-        tw_multiply<TW_HG_BEHIND>(acc, again, half, i == 0);
+        tw_multiply<TW_HG_BEHIND>(acc, again, half, BEGINS && i == 0);
         again.advance();
     }
     wgmma_commit_group();
+    behind();
     wgmma_wait_group<0>();
-    for (u32 i = 0; i < TW_HG_SEAM; i++) tw_release(done);
-}
-
-// The last stages of a tile, whose products are added to acc. `store` is called once all sums of
-// the first columns are there, under the products of the others.
-template <class Store> __device__ __forceinline__ void tw_close_tile(float (&acc)[TW_HG_N / 2], TwStages& s, u32 half, const Store& store) {
-    TwStages again = s, done = s;
-    wgmma_fence();
-#pragma unroll
-    for (u32 i = 0; i < TW_HG_SEAM; i++) {
-        s.wait_full();
-        tw_multiply<TW_HG_BEFORE>(acc, s, half, false);
-        s.advance();
-    }
-    wgmma_commit_group();
-#pragma unroll
-    for (u32 i = 0; i < TW_HG_SEAM; i++) {
-        tw_multiply<TW_HG_BEHIND>(acc, again, half, false);
-        again.advance();
-    }
-    wgmma_commit_group();
-    store();
-    wgmma_wait_group<0>();
-    wgmma_hold(tw_behind(acc));
+    if (!BEGINS) wgmma_hold(tw_behind(acc));
     for (u32 i = 0; i < TW_HG_SEAM; i++) tw_release(done);
 }
 
@@ -323,7 +303,7 @@ template <class Tiles> __device__ __forceinline__ void tw_multiply_seams(Tiles& 
             continue;
         }
         if (steps >= 2 * TW_HG_SEAM) {
-            tw_open_tile(acc, s, half, store_rest);
+            tw_multiply_seam<true>(acc, s, half, store_rest, [] {});
             for (u32 i = TW_HG_SEAM; i < steps - TW_HG_SEAM; i++) {
                 s.wait_full();
                 wgmma_fence();
@@ -332,14 +312,15 @@ template <class Tiles> __device__ __forceinline__ void tw_multiply_seams(Tiles& 
                 wgmma_wait_group<0>();
                 tw_release(s);
             }
-            tw_close_tile(acc, s, half, [&] {
+            const auto end_tile = [&] {
                 end = tiles.end();
                 tw_load_bias(bias, tiles.product(end), end.col, 0);
                 t = tickets.next<true>(t);
                 wgmma_wait_group<1>();
                 wgmma_hold(tw_before(acc));
                 store_first();
-            });
+            };
+            tw_multiply_seam<false>(acc, s, half, [] {}, end_tile);
             go();
         } else {
             store_rest();
