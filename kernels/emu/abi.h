@@ -167,6 +167,8 @@ void emu_cluster_sync();
 // a word there before.
 void emu_peer_arrive(unsigned long long* bar, unsigned rank);
 void emu_peer_store(unsigned* word, unsigned rank, unsigned value);
+// Where so many bytes of its shared memory lie, to be read at once; aligned to their number.
+const void* emu_peer_load(const void* p, unsigned rank, unsigned bytes);
 // Bytes that are read some time, and change nothing.
 void emu_bulk_prefetch(const void* p, unsigned bytes);
 // A map in memory is known to this thread from here on.

@@ -363,6 +363,15 @@ void emu_peer_store(unsigned* word, unsigned rank, unsigned value) {
     *(unsigned*)place(f, peer(f, rank), word) = value;
 }
 
+const void* emu_peer_load(const void* p, unsigned rank, unsigned bytes) {
+    emu_point("ld.cluster", p, bytes);
+    Fiber* f = self();
+    Inside inside(f);
+    if ((u64)p % bytes != 0) die(f, "a load of a peer's memory that is not aligned");
+    if (!in_shared(f->block, p, bytes)) die(f, "a load of a peer's memory that is not shared");
+    return place(f, peer(f, rank), (void*)p);
+}
+
 void emu_bulk_prefetch(const void* p, unsigned bytes) {
     Fiber* f = self();
     Inside inside(f);

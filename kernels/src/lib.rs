@@ -96,7 +96,9 @@ pub fn variants() -> Vec<(Source, Vec<(String, u64)>)> {
     let grouped = of(hopper::HOPPER_GROUPED_GEMM, hopper::Variant::all_grouped());
     let portable = portable::portable().into_iter().chain(attention::attention());
     let sums = of(hopper::HOPPER_SUM_PARTS, hopper::Variant::all_sums());
-    portable.chain(dense).chain(grouped).chain(sums).collect()
+    let skinny = hopper::Skinny::all();
+    let skinny = skinny.into_iter().map(|v| (hopper::HOPPER_SKINNY_GEMM, v.defines()));
+    portable.chain(dense).chain(grouped).chain(sums).chain(skinny).collect()
 }
 
 /// Loads, stores, fences and timers, named by operation, order and scope: for kernels of tests.
@@ -177,6 +179,7 @@ pub const ALL: &[Source] = &[
     SM80_GROUPED_GEMM,
     hopper::HOPPER_GEMM,
     hopper::HOPPER_GROUPED_GEMM,
+    hopper::HOPPER_SKINNY_GEMM,
     hopper::HOPPER_SUM_PARTS,
     portable::QUANT,
     portable::PERMUTE,

@@ -64,7 +64,7 @@ const ROLE: &str = "run by ";
 /// with GPUs: their numbers are those of the tests that can give the reason.
 fn most(reason: &str) -> usize {
     let of_tests = [
-        (Lack::Gpu, 181),
+        (Lack::Gpu, 182),
         (Lack::Gpus, 49),
         (Lack::Sm90, 12),
         (Lack::Nccl, 15),

@@ -9,7 +9,9 @@ use tilewire_kernels::attention::hopper_fused::SM90_ATTENTION_GRADS;
 use tilewire_kernels::attention::hopper_gates::SM90_ATTENTION_GATED;
 use tilewire_kernels::attention::split::SM80_ATTENTION_SPLIT;
 use tilewire_kernels::attention::{PLAIN_ATTENTION, SM80_ATTENTION};
-use tilewire_kernels::hopper::{Epilogue, HOPPER_GEMM, HOPPER_GROUPED_GEMM, HOPPER_SUM_PARTS};
+use tilewire_kernels::hopper::{
+    Epilogue, HOPPER_GEMM, HOPPER_GROUPED_GEMM, HOPPER_SKINNY_GEMM, HOPPER_SUM_PARTS,
+};
 use tilewire_kernels::portable::EP_UNEVEN;
 
 use crate::attention::device::units;
@@ -50,7 +52,7 @@ fn specs_of(arch: &str, core: bool, dtype: DType, heads: &[(usize, usize)]) -> V
     // No model asks for gradients by one kernel, for few queries over many keys, or for FP8.
     others.extend([SM90_ATTENTION_GRADS, SM90_ATTENTION_GATED, SM80_ATTENTION_SPLIT]);
     others.push(SM90_ATTENTION_FP8);
-    others.extend([HOPPER_GEMM, HOPPER_SUM_PARTS]);
+    others.extend([HOPPER_GEMM, HOPPER_SKINNY_GEMM, HOPPER_SUM_PARTS]);
     if !core {
         others.push(HOPPER_GROUPED_GEMM);
     }

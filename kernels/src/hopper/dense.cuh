@@ -4,7 +4,7 @@
 #pragma once
 
 #include "boxes.cuh"
-#include "epilogue.cuh"
+#include "store.cuh"
 #include "order.cuh"
 #include "tile.cuh"
 

@@ -13,7 +13,7 @@
 #include "../grouped_gemm/splits.cuh"
 #include "../ptx/ld_st.cuh"
 #include "boxes.cuh"
-#include "epilogue.cuh"
+#include "store.cuh"
 #include "order.cuh"
 #include "tile.cuh"
 

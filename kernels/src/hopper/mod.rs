@@ -10,6 +10,10 @@ pub const HOPPER_GEMM: Source =
 pub const HOPPER_GROUPED_GEMM: Source =
     Source { name: "hopper/sm90_grouped_gemm.cu", defines: &[], kernels: &["tw_hopper_grouped"] };
 
+/// Products of few rows.
+pub const HOPPER_SKINNY_GEMM: Source =
+    Source { name: "hopper/sm90_skinny_gemm.cu", defines: &[], kernels: &["tw_hopper_skinny"] };
+
 /// The sums of a product whose contraction was cut into parts, with an epilogue.
 pub const HOPPER_SUM_PARTS: Source =
     Source { name: "hopper/sm90_sum_parts.cu", defines: &[], kernels: &["tw_hopper_sum_parts"] };
@@ -24,6 +28,12 @@ pub const THREADS: u32 = 384;
 pub const SUM_THREADS: u32 = 128;
 /// Blocks of a cluster.
 pub const CLUSTER: u32 = 2;
+/// Threads of a block of [`HOPPER_SKINNY_GEMM`].
+pub const SKINNY_THREADS: u32 = 288;
+/// The most rows of D of [`HOPPER_SKINNY_GEMM`].
+pub const SKINNY_ROWS: usize = 64;
+/// The most blocks of a cluster of [`HOPPER_SKINNY_GEMM`]: parts of the contraction.
+pub const SKINNY_PARTS: usize = 8;
 /// Rows of the boxes by which D is stored.
 pub const STORE_ROWS: usize = 16;
 /// Columns of a box, whose 128 bytes are what the swizzle permutes.
@@ -126,7 +136,7 @@ impl Variant {
     /// Stages of shared memory: as many as there is space for.
     pub fn stages(&self) -> usize {
         match self.cols {
-            128 => 6,
+            128 | SKINNY_ROWS => 6,
             320 => 3,
             _ => 4,
         }
@@ -184,6 +194,11 @@ impl Variant {
         Self::all().into_iter().filter(fits).collect()
     }
 
+    /// The one of [`HOPPER_SKINNY_GEMM`] that makes this product; none for [`Order::Tn`].
+    pub fn skinny(&self) -> Option<Skinny> {
+        (self.order != Order::Tn).then_some(Skinny(Variant { cols: 256, ..*self }))
+    }
+
     /// The one of this width whose results are the f32 parts of sums ([`HOPPER_GEMM`]).
     pub fn of_parts(&self) -> Variant {
         Variant { out_f32: true, epilogue: Epilogue::Plain, ..*self }
@@ -232,6 +247,62 @@ impl Variant {
     }
 }
 
+/// A variant of [`HOPPER_SKINNY_GEMM`]: its order, types and epilogue.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Skinny(Variant);
+
+impl Skinny {
+    /// Columns and stages of the tiles of wgmma, which are rows of D.
+    const TILE: Variant = Variant {
+        order: Order::Nt,
+        f16: false,
+        out_f32: false,
+        epilogue: Epilogue::Plain,
+        cols: SKINNY_ROWS,
+    };
+
+    /// Columns of D, or of each of its halves, in a tile.
+    pub fn width(&self) -> usize {
+        if self.0.epilogue == Epilogue::SwiGlu { TILE_M / 2 } else { TILE_M }
+    }
+
+    /// Rows of A's boxes for `m` rows of D.
+    pub fn a_rows(m: usize) -> usize {
+        m.next_power_of_two().clamp(16, SKINNY_ROWS)
+    }
+
+    /// Dynamic shared memory in bytes.
+    pub fn shared_bytes(&self) -> u32 {
+        Self::TILE.shared_bytes()
+    }
+
+    /// Definitions for the compiler.
+    pub fn defines(&self) -> Vec<(String, u64)> {
+        let mut all = self.0.defines();
+        for (name, value) in &mut all {
+            match name.as_str() {
+                "TW_HG_N" => *value = SKINNY_ROWS as u64,
+                "TW_HG_STAGES" => *value = Self::TILE.stages() as u64,
+                "TW_HG_A_MN" => *value = u64::from(self.0.order.mn_major().1),
+                "TW_HG_B_MN" => *value = 0,
+                _ => {}
+            }
+        }
+        all
+    }
+
+    /// Every variant that a plan may load.
+    pub fn all() -> Vec<Skinny> {
+        let mut all = Vec::new();
+        for v in Variant::all().iter().filter_map(Variant::skinny) {
+            if !all.contains(&v) {
+                all.push(v);
+            }
+        }
+        all
+    }
+}
+
 /// Returns the number of pairs of tiles in a product of `rows` x `cols` tiles: a cluster of two
 /// blocks computes one pair at a time (`hopper/order.cuh`).
 pub fn pairs(rows: usize, cols: usize) -> usize {
@@ -253,5 +324,8 @@ mod tests {
         let num = (all.len(), Variant::all_grouped().len(), Variant::all_sums().len());
         assert_eq!(num, (94, 38, 16));
         assert!(all.iter().all(|v| Variant::all_sums().contains(&v.of_sums())));
+        let skinny = Skinny::all();
+        assert_eq!(skinny.len(), 36);
+        assert!(skinny.iter().all(|v| v.shared_bytes() <= 232_448));
     }
 }

@@ -33,14 +33,9 @@ __device__ __forceinline__ void tw_sum_and_finish(const TwHopper& g, const float
     const u64 size = (u64)g.m * g.n;
     const float* const p = sums + at.at(0, g.n);
     const float2 sum = tw_sum_of_parts(p, size, g.parts);
-    float2 up[1] = {make_float2(0.0f, 0.0f)};
-    if constexpr (TW_HG_EPI == TW_HG_SWIGLU) up[0] = tw_sum_of_parts(p + at.cols, size, g.parts);
-#pragma unroll
-    for (u32 half = 0; half < (TW_HG_EPI == TW_HG_DSWIGLU ? 2 : 1); half++) {
-        float2 v[1] = {sum};
-        tw_finish(g, TwNoBias{}, at, v, up, half);
-        tw_store_pair(g.d, at.at(0, g.ldd) + half * g.n, v[0]);
-    }
+    float2 up = make_float2(0.0f, 0.0f);
+    if constexpr (TW_HG_EPI == TW_HG_SWIGLU) up = tw_sum_of_parts(p + at.cols, size, g.parts);
+    tw_finish_and_store(g, at, sum, up);
 }
 
 extern "C" __global__ void __launch_bounds__(TW_HG_SUM_THREADS)

@@ -102,6 +102,22 @@ __device__ __forceinline__ u32 ld_shared_u32(const u32* p) {
     return v;
 }
 
+// Four numbers of the shared memory of block `rank` of the cluster that lie where `p` does here,
+// behind the meeting with it.
+__device__ __forceinline__ float4 ld_shared_cluster_f32x4(const float* p, u32 rank) {
+    float4 v;
+    asm volatile(
+        "{\n"
+        ".reg .b32 r;\n"
+        "mapa.shared::cluster.u32 r, %4, %5;\n"
+        "ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [r];\n"
+        "}"
+        : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+        : "r"((u32)__cvta_generic_to_shared(p)), "r"(rank)
+        : "memory");
+    return v;
+}
+
 // True in one lane of a whole warp.
 __device__ __forceinline__ bool elect_sync() {
     u32 p;

@@ -48,6 +48,10 @@ __device__ __forceinline__ u32 ld_shared_u32(const u32* p) {
     return *(const volatile u32*)p;
 }
 
+__device__ __forceinline__ float4 ld_shared_cluster_f32x4(const float* p, u32 rank) {
+    return *(const float4*)emu_peer_load(p, rank, sizeof(float4));
+}
+
 __device__ __forceinline__ bool elect_sync() {
     emu_whole_warp<EmuNothing, EmuNothing>("elect.sync", EmuNothing(), [](const auto&) {});
     return emu_self->lane == emu_elected();

@@ -169,7 +169,7 @@ pub fn check_on(lib: &'static Lib, c: &Case, v: &Variant, blocks: u32, seed: u64
 }
 
 /// Bytes from row to row, and from matrix to matrix.
-fn whole(ld: i64, rows: usize) -> [i64; 2] {
+pub fn whole(ld: i64, rows: usize) -> [i64; 2] {
     [2 * ld, 2 * ld * rows as i64]
 }
 
@@ -183,7 +183,7 @@ fn operands(c: &Case, v: &Variant, p: &TwGemm) -> [TwTensorMap; 2] {
     [of_a, map(p.b, b, whole(p.ldb, b[1]), v.b_rows())]
 }
 
-fn product(p: &TwGemm, counter: u64, [parts, steps]: [usize; 2]) -> TwHopper {
+pub fn product(p: &TwGemm, counter: u64, [parts, steps]: [usize; 2]) -> TwHopper {
     TwHopper {
         d: p.d,
         bias: p.bias,
@@ -232,7 +232,7 @@ pub fn check_in_parts(
     )
 }
 
-fn in_parts(c: &Case, cols: usize, launch: (u32, usize), seed: u64) -> Vec<u8> {
+pub fn in_parts(c: &Case, cols: usize, launch: (u32, usize), seed: u64) -> Vec<u8> {
     let v = variant(c, c.out == Type::F16, cols);
     check_in_parts([lib(&v.of_parts()), sums(&v)], c, &v, launch, seed)
 }
@@ -283,7 +283,7 @@ fn hopper_widths_and_types() {
     }
 }
 
-fn epilogue_cases(layout: Layout) -> Vec<Case> {
+pub fn epilogue_cases(layout: Layout) -> Vec<Case> {
     let c = Case { out: Type::Bf16, ..case(layout, 136, 144, 72) };
     let mut all = vec![
         Case { bias: true, ..c },

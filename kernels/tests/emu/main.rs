@@ -46,6 +46,7 @@ mod grouped_grad;
 mod hopper;
 mod hopper_grouped;
 mod hopper_mutants;
+mod hopper_skinny;
 mod host;
 mod layers;
 mod layers_mutants;
@@ -102,6 +103,7 @@ fn all_tests() -> Vec<Test> {
         hopper::TESTS,
         hopper_grouped::TESTS,
         hopper_mutants::TESTS,
+        hopper_skinny::TESTS,
         grouped::TESTS,
         grouped_grad::TESTS,
         convert::TESTS,

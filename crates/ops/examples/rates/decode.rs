@@ -86,7 +86,11 @@ fn desc(case: &Case) -> Result<AttentionDesc> {
 }
 
 /// A graph of kernels that read each tensor.
-fn reads<'a>(ctx: &CudaContext, stream: &'a Stream, tensors: [Tensor; 2]) -> Result<Launch<'a>> {
+pub(crate) fn reads<'a>(
+    ctx: &CudaContext,
+    stream: &'a Stream,
+    tensors: [Tensor; 2],
+) -> Result<Launch<'a>> {
     let (text, arch) = (READ.to_owned(), ctx.arch()?);
     let spec = KernelSpec { name: "read.cu".to_owned(), text, defines: Vec::new(), arch };
     let (kernel, blocks) = (ctx.module(&spec)?.kernel("read")?, 8 * ctx.num_sms()?);

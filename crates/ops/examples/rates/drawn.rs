@@ -5,14 +5,15 @@
 //! A graph of many launches is replayed: many of these products take less time than a host needs to
 //! launch them.
 //!
-//! `cargo run --release -p tilewire-ops --example rates drawn [SEED [NUMBER]]`, `rates cold`,
-//! `rates parts [M,N,K ...]`.
+//! `cargo run --release -p tilewire-ops --example rates drawn [SEED [NUMBER]]`, `rates cold [parts]
+//! [M,N,K ...]`, `rates parts [M,N,K ...]`.
 
 use tilewire_core::{DType, Result, Rng, Shape};
 use tilewire_device::cuda::CudaContext;
 use tilewire_device::{Device, Stream, Tensor};
 use tilewire_ops::gemm::{GemmBackend, GemmDesc, GemmInputs, GemmPlan};
 
+use crate::decode::reads;
 use crate::gemm::{fastest, prepared, shape};
 use crate::{Launch, Turn, normal, take_turns};
 
@@ -25,7 +26,8 @@ const NUMBER: usize = 60;
 const ROWS: f64 = 65536.0;
 const ELEMENTS: usize = 1 << 29;
 /// Weights of few rows: columns and contraction.
-const WEIGHTS: [[usize; 2]; 4] = [[4096, 4096], [7168, 8192], [8192, 28672], [16384, 2048]];
+const WEIGHTS: [[usize; 2]; 6] =
+    [[4096, 4096], [7168, 8192], [8192, 28672], [16384, 2048], [28672, 8192], [2048, 7168]];
 /// Products of few tiles, and the parts that their contractions are cut into.
 const FEW_TILES: [[usize; 3]; 12] = [
     [1, 4096, 4096],
@@ -43,6 +45,8 @@ const FEW_TILES: [[usize; 3]; 12] = [
 ];
 const PARTS: [usize; 8] = [1, 2, 3, 4, 6, 8, 12, 16];
 const FEW: [usize; 5] = [1, 4, 16, 32, 64];
+/// Parts of the contraction that the kernel of few rows has.
+const FEW_PARTS: [usize; 8] = [1, 2, 3, 4, 5, 6, 7, 8];
 /// Bytes of weights that launches go through in turn: four times the L2 of an H200 and more.
 const COLD_BYTES: usize = 256 << 20;
 /// The fewest launches of a graph.
@@ -72,15 +76,20 @@ pub(crate) fn main() -> Result<()> {
     })
 }
 
-/// Few rows: what their time is made of is the reading of the weights.
+/// Few rows: what their time is made of is the reading of the weights. With `parts` also with each
+/// number of them.
 pub(crate) fn cold() -> Result<()> {
     let ctx = CudaContext::new(0)?;
-    for [n, k] in WEIGHTS {
+    let given: Vec<[usize; 3]> = std::env::args().skip(2).filter_map(shape).collect();
+    let all = WEIGHTS.into_iter().flat_map(|[n, k]| FEW.map(|m| [m, n, k])).collect();
+    let in_parts = std::env::args().any(|a| a == "parts").then_some(FEW_PARTS);
+    let parts = in_parts.into_iter().flatten().map(|n| (GemmBackend::Hopper, Some(n)));
+    let ways: Vec<Way> = WAYS.into_iter().chain(parts).collect();
+    let shapes = if given.is_empty() { all } else { given };
+    shapes.into_iter().try_for_each(|[m, n, k]| {
         let copies = COLD_BYTES.div_ceil(2 * n * k) + 1;
-        let few = |m| bench(&ctx, "cold", [m, n, k], copies, &WAYS, false);
-        FEW.into_iter().try_for_each(few)?;
-    }
-    Ok(())
+        bench(&ctx, "cold", [m, n, k], copies, &ways, false)
+    })
 }
 
 /// Few tiles: the core with each number of parts beside what it chooses, and cuBLASLt's fastest.
@@ -123,6 +132,10 @@ fn bench(
     let out = Tensor::zeros_on(&device, DType::BF16, Shape::d2(m, n))?;
     let desc = GemmDesc::nt(m, n, k, DType::BF16);
     let (mut turns, num) = (Vec::new(), LAUNCHES.next_multiple_of(copies));
+    if copies > 1 {
+        let halves = [all.rows(0, copies / 2 * n)?, all.rows(copies / 2 * n, copies / 2 * n)?];
+        turns.push(Turn::new("reads", "", reads(ctx, &stream, halves)?));
+    }
     for (backend, parts) in ways {
         let plan = GemmPlan::with_backend(desc, *backend)?;
         let plan = parts.iter().fold(plan, |plan, n| plan.with_parts(*n));
@@ -140,6 +153,12 @@ fn bench(
         turns.push(Turn::new(&best.by, &best.explain, launch));
     }
     take_turns(ctx, &stream, &mut turns)?;
+    // The rate at which a kernel reads all copies at once.
+    let mut read = String::new();
+    if copies > 1 {
+        let us = turns.remove(0).median();
+        read = format!(",\"read_gbs\":{:.0}", (2 * (copies / 2 * 2) * n * k) as f64 / us / 1e3);
+    }
     for t in turns {
         let (us, by, explain) = (t.median() / num as f64, &t.by, &t.explain);
         let tflops = 2.0 * (m * n) as f64 * k as f64 / us / 1e6;
@@ -147,7 +166,7 @@ fn bench(
         println!(
             "{{\"device\":\"{}\",\"work\":\"{work}\",\"m\":{m},\"n\":{n},\"k\":{k},\
              \"backend\":\"{by}\",\"us\":{us:.1},\"tflops\":{tflops:.1},\
-             \"weights_gbs\":{gbs:.0},\"explain\":\"{explain}\"}}",
+             \"weights_gbs\":{gbs:.0}{read},\"explain\":\"{explain}\"}}",
             ctx.name()?
         );
     }

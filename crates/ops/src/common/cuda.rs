@@ -379,6 +379,7 @@ mod tests {
             "EP_RETURN",
             "HOPPER_GEMM",
             "HOPPER_GROUPED_GEMM",
+            "HOPPER_SKINNY_GEMM",
             "HOPPER_SUM_PARTS",
             "LAYERS",
             "MOVE",

@@ -87,25 +87,61 @@ fn few_tiles_are_computed_in_parts() {
     let desc = GemmDesc { out: DType::F32, ..GemmDesc::nt(24, 128, 1024, DType::BF16) };
     let p = Problem::new(&g, &mut rng, desc, 24);
     let auto = plan_by(&g, desc, GemmBackend::Hopper);
-    assert!(auto.explain().contains("k in up to 4 parts"), "{}", auto.explain());
+    // An emulated device has four multiprocessors.
+    let parts = if is_emulated() { 3 } else { 4 };
+    let text = format!("k in {parts} parts");
+    assert!(auto.explain().contains(&text), "{}", auto.explain());
     let one = plan_in(&g, desc, 1);
     assert!(!one.explain().contains("parts"), "{}", one.explain());
-    assert!(bits(&g, &p, &auto) == bits(&g, &p, &plan_in(&g, desc, 4)), "bits of four");
-    assert!(bits(&g, &p, &one) != bits(&g, &p, &auto), "one chain is not four");
+    assert!(bits(&g, &p, &auto) == bits(&g, &p, &plan_in(&g, desc, parts)), "bits");
+    assert!(bits(&g, &p, &one) != bits(&g, &p, &auto), "one chain is not several");
     // Other rows change no bit of these.
     let wide = GemmDesc { m: 136, ..desc };
     let (p, plan) = (Problem::new(&g, &mut rng, wide, 136), plan_in(&g, wide, 1));
     let all = bits(&g, &p, &plan);
-    poison(&p);
+    first_rows(&g, &p, &plan, 24, &all);
+}
+
+/// Launches the first rows of a product, which have the bits that all have; others stay.
+fn first_rows(g: &Gpu, p: &Problem, plan: &GemmPlan, rows: usize, all: &[u8]) {
+    poison(p);
     let i = &p.inputs;
-    let few =
-        GemmInputs::new(i.a.data.rows(0, 24).unwrap(), i.b.clone(), i.out.rows(0, 24).unwrap());
-    drop(plan.launch(&g.stream, few).unwrap());
+    let (a, out) = (i.a.data.rows(0, rows).unwrap(), i.out.rows(0, rows).unwrap());
+    drop(plan.launch(&g.stream, GemmInputs::new(a, i.b.clone(), out)).unwrap());
     g.stream.synchronize().unwrap();
     let some = p.out.t.download().unwrap();
-    let len = some.len() / 136 * 24;
-    assert!(some[..len] == all[..len], "bits of 24 of 136 rows");
-    assert!(some[len..].iter().all(|b| *b == 0xff), "rows behind them");
+    let len = some.len() / p.desc.m * rows;
+    assert!(some[..len] == all[..len], "bits of {rows} rows of {}", p.desc);
+    assert!(some[len..].iter().all(|b| *b == 0xff), "rows behind {rows} of {}", p.desc);
+}
+
+/// The number of rows, up to 64, and that of multiprocessors change no bit, nor does the kernel:
+/// where a cluster would be larger than a launch may be, the core makes the same parts. Few rows are
+/// those that `auto` gives to the core.
+#[test]
+fn few_rows_have_their_bits_whatever_is_beside_them() {
+    let Some(g) = hopper() else { return };
+    let mut rng = Rng::new(45);
+    for (b_order, n, k) in [(BOrder::Nk, 264, 1096), (BOrder::Kn, 136, 2056)] {
+        let base = GemmDesc { b_order, out: DType::F32, ..GemmDesc::nt(64, n, k, DType::BF16) };
+        let plan = plan_by(&g, base, GemmBackend::Hopper);
+        let p = Problem::new(&g, &mut rng, base, 64);
+        let all = bits(&g, &p, &plan);
+        assert!(plan.explain().contains("up to 64 rows"), "{}", plan.explain());
+        for rows in [1, 16, 17, 33, 63] {
+            first_rows(&g, &p, &plan, rows, &all);
+        }
+        let few = GemmPlan::with_backend(base, GemmBackend::Hopper).unwrap().with_num_sms(2);
+        few.prepare(&g.stream).unwrap();
+        assert!(bits(&g, &p, &few) == all, "bits of {base} on two multiprocessors");
+    }
+    if is_emulated() {
+        return;
+    }
+    for (m, by_core) in [(32, true), (33, false)] {
+        let plan = plan_by(&g, GemmDesc::nt(m, 256, 256, DType::BF16), GemmBackend::Auto);
+        assert_eq!(plan.explain().contains("faster by the core"), by_core, "{}", plan.explain());
+    }
 }
 
 /// Launches begin while those before them end: each reads what the last one has written, and parts

@@ -9,17 +9,21 @@ use tilewire_device::cuda::{
 };
 use tilewire_kernels::abi::TwHopper;
 use tilewire_kernels::hopper::{
-    BOX_COLS, CLUSTER, D_HAS_MAP, Epilogue, HOPPER_GEMM, HOPPER_SUM_PARTS, STORE_ROWS, SUM_THREADS,
-    THREADS, TILE_K, TILE_M, Variant, fits_sum_rows,
+    BOX_COLS, CLUSTER, D_HAS_MAP, Epilogue, HOPPER_GEMM, HOPPER_SKINNY_GEMM, HOPPER_SUM_PARTS,
+    SKINNY_ROWS, SKINNY_THREADS, STORE_ROWS, SUM_THREADS, Skinny, THREADS, TILE_K, TILE_M, Variant,
+    fits_sum_rows,
 };
 
 use super::product::{ACCUMULATE, Matrix, Product, bias_flag};
-use super::tiles::{Cut, Wanted, best, num_pairs, order, variants, wanted};
+use super::tiles::{Cut, Wanted, best, has_few_tiles, num_pairs, order, variants, wanted};
 use crate::common::counters::Counters;
 use crate::common::cuda::{lacks_sm90, load, map_of_sums, workspace};
 use crate::common::kernel::GemmChoice;
 use crate::common::workspaces::Workspaces;
 use crate::gemm::{AOrder, Activation, BOrder, GemmDesc};
+
+/// The most rows for which `auto` takes the core where cuBLASLt fits, too.
+pub(super) const FASTER_ROWS: usize = 32;
 
 /// Addresses, and rows that tensor maps describe, are multiples of this.
 const ALIGN_BYTES: usize = 16;
@@ -64,6 +68,8 @@ pub(super) struct Hopper {
     kernels: Kernels,
     /// For contractions that are cut into parts, if some are.
     parts: Option<Parts>,
+    /// For few rows.
+    skinny: Option<SkinnyKernel>,
     /// Clusters of the device, and of a launch.
     all: u32,
     clusters: u32,
@@ -102,6 +108,38 @@ impl Parts {
     }
 }
 
+/// The kernel of few rows, and how it cuts contractions.
+struct SkinnyKernel {
+    variant: Skinny,
+    cut: Cut,
+    kernel: Kernel,
+}
+
+impl SkinnyKernel {
+    fn new(ctx: &CudaContext, variant: Skinny, cut: Cut) -> Result<Self> {
+        let kernel = load(ctx, &HOPPER_SKINNY_GEMM, variant.defines())?;
+        let kernel = kernel.kernel("tw_hopper_skinny")?;
+        kernel.allow_shared(variant.shared_bytes())?;
+        Ok(Self { variant, cut, kernel })
+    }
+
+    /// A cluster for each tile of `cols` columns, of at most so many blocks altogether.
+    fn grid(&self, cols: usize, most: u32) -> Grid {
+        let parts = self.cut.parts as u32;
+        let num = (cols.div_ceil(self.variant.width()) as u32).min(most / parts);
+        Grid::new(num * parts, SKINNY_THREADS)
+            .shared(self.variant.shared_bytes())
+            .clusters([parts, 1, 1])
+            .early()
+    }
+
+    fn explain(&self) -> String {
+        let (cols, parts) = (self.variant.width(), self.cut.parts);
+        let parts = if parts > 1 { format!(", k in {parts} parts") } else { String::new() };
+        format!("up to {SKINNY_ROWS} rows: {cols} columns{parts}")
+    }
+}
+
 impl Hopper {
     /// Returns why `ctx` has no such kernels; none if it has.
     ///
@@ -109,6 +147,15 @@ impl Hopper {
     /// What the driver reports.
     pub fn lacks(ctx: &CudaContext) -> Result<Option<String>> {
         lacks_sm90(ctx, &HOPPER_GEMM)
+    }
+
+    /// Returns whether it makes the products of `d` faster than cuBLASLt: those of few rows whose
+    /// tiles are all computed at once (docs/lab/gemm.md).
+    ///
+    /// # Errors
+    /// What the driver reports.
+    pub fn is_faster(ctx: &CudaContext, d: &GemmDesc) -> Result<bool> {
+        Ok(d.m <= FASTER_ROWS && has_few_tiles(d, ctx.num_sms()? as usize))
     }
 
     /// Loads the kernels of a description that is not [`unfit`].
@@ -124,6 +171,7 @@ impl Hopper {
         };
         let kernels = load_all(ctx, &wanted.whole)?;
         let parts = (!wanted.of_parts.is_empty()).then(|| Parts::new(ctx, &wanted, &v));
+        let skinny = wanted.skinny.map(|(v, cut)| SkinnyKernel::new(ctx, v, cut));
         Ok(Self {
             ctx: ctx.clone(),
             desc: *d,
@@ -131,6 +179,7 @@ impl Hopper {
             wanted,
             kernels,
             parts: parts.transpose()?,
+            skinny: skinny.transpose()?,
             all,
             clusters,
             counters: Counters::of(ctx)?,
@@ -139,10 +188,10 @@ impl Hopper {
 
     /// Returns what is used, equal in processes that use the same.
     pub fn text(&self) -> String {
-        match &self.parts {
-            None => "hopper".to_owned(),
+        match self.wanted.most_parts() {
+            1 => "hopper".to_owned(),
             // The number of parts depends on that of the device's multiprocessors.
-            Some(_) => format!("hopper, k in parts for {} clusters", self.all),
+            _ => format!("hopper, k in parts for {} clusters", self.all),
         }
     }
 
@@ -155,13 +204,14 @@ impl Hopper {
         let whole = (!self.kernels.is_empty()).then(|| of(&self.kernels));
         let parts = self.parts.as_ref().map(|p| {
             let (c, m) = (self.wanted.most_parts(), self.wanted.bytes >> 10);
-            format!("{}, k in up to {c} parts, {m} KiB for their sums", of(&p.kernels))
+            format!("few tiles: {}, k in up to {c} parts, {m} KiB for their sums", of(&p.kernels))
         });
-        let tiles: Vec<_> = whole.into_iter().chain(parts).collect();
+        let skinny = self.skinny.as_ref().map(SkinnyKernel::explain);
+        let tiles: Vec<_> = whole.into_iter().chain(parts).chain(skinny).collect();
         format!(
             "the core for sm_90a ({}; {} clusters of {CLUSTER} blocks); the portable kernel where an \
              address or a row is no multiple of {ALIGN_BYTES} bytes",
-            tiles.join("; few rows: "),
+            tiles.join("; "),
             self.clusters,
         )
     }
@@ -211,6 +261,10 @@ impl Hopper {
     /// # Errors
     /// What the driver reports.
     pub unsafe fn launch(&self, stream: &CudaStream, p: &Product) -> Result<()> {
+        if let Some(skinny) = self.skinny.as_ref().filter(|_| p.shape.0 <= SKINNY_ROWS) {
+            // SAFETY: the caller's contract.
+            return unsafe { self.few_rows(stream, skinny, p) };
+        }
         let (Some(cut), Some(parts)) = (self.wanted.cut(p.shape.0), &self.parts) else {
             let whole = Cut::new(self.desc.k, 1);
             let param = self.param(p, whole);
@@ -231,6 +285,30 @@ impl Hopper {
                 parts.sum.launch(stream, grid, args)
             }
         })
+    }
+
+    /// Queues a product of at most [`SKINNY_ROWS`] rows.
+    ///
+    /// # Safety
+    /// As `GemmKernels::launch`.
+    unsafe fn few_rows(&self, stream: &CudaStream, by: &SkinnyKernel, p: &Product) -> Result<()> {
+        let ((m, n, k), t) = (p.shape, self.desc.a);
+        let nn = self.desc.b_order == BOrder::Kn;
+        let of_a = map(p.a, [1, m, k], p.a.ld, Skinny::a_rows(m), t);
+        let of_b = map(p.b, if nn { [1, k, n] } else { [1, n, k] }, p.b.ld, BOX_COLS, t);
+        // What lies there the caller answers for, as for every address of a launch.
+        let maps = [(p.a.addr, usize::MAX, &of_a), (p.b.addr, usize::MAX, &of_b)];
+        let [a, b] = RawTensorMap::all(&self.ctx, maps)?;
+        let param = self.param(p, by.cut);
+        let args = LaunchArgs::new().arg(&param).raw_map(&a).raw_map(&b);
+        let cols = n / if self.epilogue == Epilogue::SwiGlu { 2 } else { 1 };
+        // Tiles of one block are loaded behind each other without a pause; the blocks of a cluster
+        // meet between them.
+        let limited = self.clusters < self.all || by.cut.parts == 1;
+        let most = if limited { self.clusters * CLUSTER } else { u32::MAX };
+        // SAFETY: `tw_hopper_skinny` takes (TwHopper, TwTensorMap, TwTensorMap); the caller's
+        // contract for what they describe.
+        unsafe { by.kernel.launch(stream, by.grid(cols, most), args) }
     }
 
     /// A block for each row and 256 columns. Where launches may not take all multiprocessors one

@@ -91,17 +91,23 @@ impl GemmKernels {
         let (name, tile, flags) = plan(desc)?;
         let kernel = load(ctx, &SM80_GEMM, gemm_defines(desc.a))?.kernel(name)?;
         kernel.allow_shared(tile.shared_bytes)?;
-        let (lt, hopper) = match choice.num_sms {
+        // Why `auto` prefers the core.
+        let prefers = match choice.num_sms {
+            Some(num) => Some(format!("{num} multiprocessors are the most of a launch")),
+            None if choice.backend == GemmBackend::Auto && Hopper::is_faster(ctx, desc)? => {
+                Some(format!("up to {} rows are faster by the core", hopper::FASTER_ROWS))
+            }
+            None => None,
+        };
+        let (lt, hopper) = match prefers {
             None => {
                 let lt = Self::lt(ctx, desc, choice.backend)?;
                 let hopper = Self::hopper(ctx, desc, choice, lt.is_ok())?;
                 (lt, hopper)
             }
-            Some(num) => match Self::hopper(ctx, desc, choice, false)? {
+            Some(prefers) => match Self::hopper(ctx, desc, choice, false)? {
                 Err(why) => (Self::lt(ctx, desc, choice.backend)?, Err(why)),
-                Ok(core) => {
-                    (Err(format!("{num} multiprocessors are the most of a launch")), Ok(core))
-                }
+                Ok(core) => (Err(prefers), Ok(core)),
             },
         };
         Ok(Self { kernel, tile, flags, choice, lt, hopper, differs: AtomicBool::new(false) })

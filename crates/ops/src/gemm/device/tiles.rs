@@ -2,7 +2,10 @@
 //! least. Pure.
 
 use tilewire_core::DType;
-use tilewire_kernels::hopper::{Epilogue, Order, TILE_K, TILE_M, Variant, pairs};
+use tilewire_kernels::hopper::{
+    CLUSTER, Epilogue as Function, Order, SKINNY_PARTS, SKINNY_ROWS, Skinny, TILE_K, TILE_M,
+    Variant, pairs,
+};
 
 use super::cublaslt::row_counts;
 use crate::gemm::{AOrder, Activation, BOrder, GemmDesc};
@@ -22,13 +25,13 @@ pub(super) fn variants(d: &GemmDesc) -> Option<Vec<Variant>> {
     let (order, e) = (order(d)?, &d.epilogue);
     let epilogue = match e.activation {
         // A launch of another operation's tile may store the bare product, too.
-        Activation::None if e.bias || e.accumulate => Epilogue::Linear,
-        Activation::None => Epilogue::Plain,
-        Activation::Relu => Epilogue::Relu,
-        Activation::Gelu => Epilogue::Gelu,
-        Activation::SwiGlu => Epilogue::SwiGlu,
-        Activation::DGelu => Epilogue::DGelu,
-        Activation::DSwiGlu => Epilogue::DSwiGlu,
+        Activation::None if e.bias || e.accumulate => Function::Linear,
+        Activation::None => Function::Plain,
+        Activation::Relu => Function::Relu,
+        Activation::Gelu => Function::Gelu,
+        Activation::SwiGlu => Function::SwiGlu,
+        Activation::DGelu => Function::DGelu,
+        Activation::DSwiGlu => Function::DSwiGlu,
     };
     let (f16, out_f32) = (d.a == DType::F16, d.out == DType::F32);
     let fits =
@@ -133,7 +136,7 @@ pub(super) fn best(
 
 /// The pairs of tiles of a product of (m, n, k), or of a part of its contraction.
 pub(super) fn num_pairs(v: &Variant, [m, n, _]: [usize; 3]) -> usize {
-    let cols = if v.epilogue == Epilogue::SwiGlu { n / 2 } else { n };
+    let cols = if v.epilogue == Function::SwiGlu { n / 2 } else { n };
     pairs(m.div_ceil(TILE_M), cols.div_ceil(v.width()))
 }
 
@@ -176,9 +179,40 @@ fn rounded(m: usize) -> usize {
     if m < TILE_M { m.next_power_of_two().max(16) } else { m.next_multiple_of(TILE_M) }
 }
 
+/// The most tiles of few rows that `sms` multiprocessors compute at once with k in so many parts,
+/// each by a cluster. Clusters of three and more do not fill the multiprocessors: of an H200, which
+/// has 132, 117 to 102 have one. How many differs from chip to chip, as the parts must not.
+fn tiles_at_once(parts: usize, sms: usize) -> usize {
+    if parts <= 2 { sms / parts } else { sms * 31 / 40 / parts }
+}
+
+/// The kernel of few rows that `d` has, if it has one, and its tiles.
+fn tiles_of_few_rows(d: &GemmDesc) -> Option<(Skinny, usize)> {
+    let v = variants(d)?.first()?.skinny()?;
+    let cols = if d.epilogue.activation == Activation::SwiGlu { d.n / 2 } else { d.n };
+    Some((v, cols.div_ceil(v.width())))
+}
+
+/// True if `sms` multiprocessors compute all tiles of few rows at once.
+pub(super) fn has_few_tiles(d: &GemmDesc, sms: usize) -> bool {
+    tiles_of_few_rows(d).is_some_and(|(_, tiles)| tiles <= sms)
+}
+
+/// The kernel of few rows that `d` has, if it has one, and how it cuts contractions: into `parts`,
+/// or into as many of some stages each as all tiles still have at once.
+fn skinny(d: &GemmDesc, parts: Option<usize>, sms: usize) -> Option<(Skinny, Cut)> {
+    let (v, tiles) = tiles_of_few_rows(d)?;
+    let steps = d.k.div_ceil(TILE_K);
+    let fits = |n: &usize| steps >= n * FEWEST_STEPS && tiles <= tiles_at_once(*n, sms);
+    let most = || (1..=SKINNY_PARTS).rev().find(fits).unwrap_or(1);
+    Some((v, Cut::new(d.k, parts.unwrap_or_else(most))))
+}
+
 /// Variants and workspace of launches of at most `d.m` rows.
 #[derive(Debug, Default)]
 pub(super) struct Wanted {
+    /// The kernel of at most [`SKINNY_ROWS`] rows, where it makes these products.
+    pub skinny: Option<(Skinny, Cut)>,
     /// Variants that compute whole contractions.
     pub whole: Vec<Variant>,
     /// Those that compute parts.
@@ -195,7 +229,7 @@ impl Wanted {
     /// The most parts of a contraction.
     pub fn most_parts(&self) -> usize {
         let all = self.cuts.iter().map(|(_, c)| c).chain(&self.fixed);
-        all.map(|c| c.parts).max().unwrap_or(1)
+        all.chain(self.skinny.iter().map(|(_, c)| c)).map(|c| c.parts).max().unwrap_or(1)
     }
 
     /// Returns the cut of a product of `m` rows; none if its contraction is whole.
@@ -211,10 +245,20 @@ impl Wanted {
 pub(super) fn wanted(d: &GemmDesc, parts: Option<usize>, all: u32, limited: u32) -> Wanted {
     let whole = variants(d).unwrap_or_default();
     let of_parts = of_parts(&whole);
-    let mut found = Wanted { fixed: parts.map(|n| Cut::new(d.k, n)), ..Wanted::default() };
+    let few = skinny(d, parts, (all * CLUSTER) as usize);
+    // A cluster must not have more blocks than a launch may have.
+    let most = SKINNY_PARTS.min((limited * CLUSTER) as usize);
+    let mut found = Wanted {
+        skinny: few.filter(|(_, c)| c.parts <= most),
+        fixed: parts.map(|n| Cut::new(d.k, n)),
+        ..Wanted::default()
+    };
     if parts.is_none() {
         let rows = (4..).map(|i| 1 << i).take_while(|m| *m < TILE_M);
-        let rows = rows.chain((TILE_M..).step_by(TILE_M));
+        let (less, more): (Vec<_>, Vec<_>) = rows.partition(|m| *m <= SKINNY_ROWS && few.is_some());
+        // Whatever makes them, few rows are cut in one way: it decides about the bits.
+        found.cuts.extend(less.iter().flat_map(|m| few.map(|(_, c)| (*m, c))));
+        let rows = more.into_iter().chain((TILE_M..).step_by(TILE_M));
         // More rows have more tiles: none of them is cut any more.
         let several = |m| of_parts.iter().any(|v| at_once(v, [m, d.n, d.k], all) > 1);
         for m in rows.take_while(|m| *m <= rounded(d.m) && several(*m)) {
@@ -224,7 +268,8 @@ pub(super) fn wanted(d: &GemmDesc, parts: Option<usize>, all: u32, limited: u32)
     }
     // The largest of those that are rounded to the same, too.
     let cuts = found.cuts.iter().map(|(m, _)| *m).chain(row_counts(d.m)).map(|m| m.min(d.m));
-    for m in cuts.collect::<Vec<_>>() {
+    let by_core = |m: &usize| *m > SKINNY_ROWS || found.skinny.is_none();
+    for m in cuts.filter(by_core).collect::<Vec<_>>() {
         let shape = [m, d.n, d.k];
         let (from, to, c) = match found.cut(m) {
             Some(c) => (&of_parts, &mut found.of_parts, c),
@@ -247,8 +292,13 @@ fn at_once(v: &Variant, shape: [usize; 3], clusters: u32) -> usize {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::gemm::Epilogue;
 
     const NT: fn(usize, usize, usize) -> GemmDesc = |m, n, k| GemmDesc::nt(m, n, k, DType::BF16);
+
+    fn tn(m: usize, n: usize, k: usize) -> GemmDesc {
+        GemmDesc { a_order: AOrder::Km, b_order: BOrder::Kn, ..NT(m, n, k) }
+    }
 
     #[test]
     fn waves_decide_about_the_width() {
@@ -275,6 +325,7 @@ mod tests {
             w.whole.iter().map(|v| v.cols).collect::<Vec<_>>()
         };
         assert!(cols(64).is_empty() && cols(8192).contains(&320), "{:?}", [cols(64), cols(8192)]);
+        assert!(wanted(&NT(64, 4096, 4096), None, 66, 66).of_parts.is_empty());
     }
 
     /// Four of twelve shapes measured on one H200, for which the model takes what was within 1 % of
@@ -287,11 +338,49 @@ mod tests {
             ([16, 16384, 2048], (2, 256)),
             ([512, 512, 65536], (8, 128)),
         ] {
-            let w = wanted(&NT(m, n, k), None, 66, 66);
+            // Few rows of this order are not cut by the kernel of few rows.
+            let w = wanted(&tn(m, n, k), None, 66, 66);
             let c = w.cut(m).unwrap();
             let v = best(w.of_parts.iter().copied(), shape, c, 66).unwrap();
             assert_eq!((c.parts, v.cols), want, "{shape:?}");
         }
+    }
+
+    /// The parts that were fastest of one to eight on one H200 with weights that are not in L2, or
+    /// took 2 % longer at most.
+    #[test]
+    fn few_rows_are_cut_as_was_measured() {
+        for ([n, k], want) in [
+            ([4096, 4096], 3),
+            ([7168, 8192], 2),
+            ([8192, 28672], 2),
+            ([28672, 8192], 1),
+            ([2048, 7168], 6),
+            ([16384, 2048], 1),
+            ([512, 64], 1),
+        ] {
+            let w = wanted(&NT(64, n, k), None, 66, 66);
+            let (v, c) = w.skinny.unwrap();
+            assert_eq!((c.parts, w.most_parts()), (want, want), "{n} {k}");
+            assert!(w.whole.is_empty() && w.of_parts.is_empty() && v.width() == 128);
+            // Bits do not depend on the rows, nor on what a launch is limited to: where a cluster
+            // would be larger, the core has the same parts.
+            for m in 1..=64 {
+                assert_eq!(w.cut(m).map_or(1, |c| c.parts), want, "{m}");
+            }
+            let limited = wanted(&NT(64, n, k), None, 66, 1);
+            assert_eq!(limited.skinny.is_some(), want <= 2, "{n} {k}");
+            assert_eq!(limited.cut(5), w.cut(5));
+            assert!(limited.skinny.is_some() || !limited.of_parts.is_empty());
+        }
+        let swiglu = Epilogue { activation: Activation::SwiGlu, ..Epilogue::NONE };
+        let w = wanted(&GemmDesc { epilogue: swiglu, ..NT(8, 4096, 4096) }, None, 66, 66);
+        assert_eq!(w.skinny.map(|(v, c)| (v.width(), c.parts)), Some((64, 3)));
+        let tiles = |d| [131, 132].map(|sms| has_few_tiles(&d, sms));
+        assert_eq!(
+            [tiles(NT(8, 132 * 128, 64)), tiles(tn(8, 128, 64))],
+            [[false, true], [false; 2]]
+        );
     }
 
     #[test]
@@ -308,7 +397,7 @@ mod tests {
 
     #[test]
     fn few_tiles_are_cut_until_all_multiprocessors_have_one() {
-        let parts = |m, n, k| wanted(&NT(m, n, k), None, 66, 66).cut(m).map_or(1, |c| c.parts);
+        let parts = |m, n, k| wanted(&tn(m, n, k), None, 66, 66).cut(m).map_or(1, |c| c.parts);
         assert_eq!(parts(512, 512, 65536), 8);
         assert_eq!(
             [parts(1, 4096, 4096), parts(64, 4096, 4096), parts(64, 8192, 28672)],
@@ -336,6 +425,9 @@ mod tests {
                     let w = wanted(&NT(most, n, k), parts, 66, 66);
                     for m in 1..=most {
                         let c = w.cut(m);
+                        if m <= SKINNY_ROWS && w.skinny.is_some() {
+                            continue;
+                        }
                         let of = if c.is_some() { &w.of_parts } else { &w.whole };
                         assert!(!of.is_empty(), "{m} of {most}, {n}, {k}, {parts:?}");
                         let bytes = c.map_or(0, |c| 4 * c.parts * m * n);
