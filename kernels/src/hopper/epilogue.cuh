@@ -171,9 +171,23 @@ __device__ __forceinline__ float tw_tanh(float x) {
 __device__ __forceinline__ float tw_sigmoid(float x) {
     return rcp_approx_ftz_f32(1.0f + ex2_approx_ftz_f32(-1.4426950f * x));
 }
-__device__ __forceinline__ float tw_fast_gelu(float x) {
-    // (1 + tanh(u)) / 2 is the sigmoid of 2 u: without a difference of nearly equal numbers.
-    return x * tw_sigmoid(x * (1.5957691f + 0.0713548f * x * x));
+// 1 / (1 + 2^x), 1 / (1 + 2^y), by one reciprocal: these functions take as long as the products
+// that they run under. Above 60, where the product of both could become infinite, they are that of
+// 60, 2^-60; so is that of NaN, which must not reach the other one.
+__device__ __forceinline__ float2 tw_logistic(float x, float y) {
+    const float a = 1.0f + ex2_approx_ftz_f32(fminf(x, 60.0f)), b = 1.0f + ex2_approx_ftz_f32(fminf(y, 60.0f));
+    const float r = rcp_approx_ftz_f32(a * b);
+    return make_float2(b * r, a * r);
+}
+// x sigmoid(x) of both.
+__device__ __forceinline__ float2 tw_silu(float2 x) {
+    const float2 s = tw_logistic(-1.4426950f * x.x, -1.4426950f * x.y);
+    return make_float2(x.x * s.x, x.y * s.y);
+}
+// (1 + tanh(u)) / 2 is the sigmoid of 2 u: without a difference of nearly equal numbers.
+__device__ __forceinline__ float2 tw_fast_gelu(float2 x) {
+    const float2 s = tw_logistic(x.x * (-2.3022082f - 0.1029432f * x.x * x.x), x.y * (-2.3022082f - 0.1029432f * x.y * x.y));
+    return make_float2(x.x * s.x, x.y * s.y);
 }
 __device__ __forceinline__ float tw_fast_dgelu(float x) {
     const float t = tw_tanh(0.7978846f * (x + 0.044715f * x * x * x));
@@ -239,10 +253,10 @@ __device__ __forceinline__ void tw_finish(const TwHopper& g, const Bias& bias, c
     for (u32 i = 0; i < NUM; i++) {
         // No fmaxf, which turns NaN into 0.
         if constexpr (TW_HG_EPI == TW_HG_RELU) v[i].x = v[i].x < 0.0f ? 0.0f : v[i].x, v[i].y = v[i].y < 0.0f ? 0.0f : v[i].y;
-        if constexpr (TW_HG_EPI == TW_HG_GELU) v[i].x = tw_fast_gelu(v[i].x), v[i].y = tw_fast_gelu(v[i].y);
+        if constexpr (TW_HG_EPI == TW_HG_GELU) v[i] = tw_fast_gelu(v[i]);
         if constexpr (TW_HG_EPI == TW_HG_SWIGLU) {
-            v[i].x = v[i].x * tw_sigmoid(v[i].x) * up[i].x;
-            v[i].y = v[i].y * tw_sigmoid(v[i].y) * up[i].y;
+            v[i] = tw_silu(v[i]);
+            v[i].x *= up[i].x, v[i].y *= up[i].y;
         }
     }
 }

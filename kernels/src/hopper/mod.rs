@@ -128,7 +128,8 @@ pub struct Variant {
     /// The function of the sums.
     pub epilogue: Epilogue,
     /// Columns of a tile: 256; for [`Epilogue::Plain`] also 192 and 128, and for [`Order::Nt`] 224;
-    /// 320 for 16-bit results of [`Epilogue::Plain`] and f32 ones of [`Epilogue::Linear`].
+    /// 320 for 16-bit results of [`Epilogue::Plain`], for f32 ones of [`Epilogue::Linear`], and for
+    /// [`Order::Nt`] also for 16-bit ones of that, of ReLU and of GELU.
     pub cols: usize,
 }
 
@@ -188,7 +189,9 @@ impl Variant {
         let fits = |v: &Variant| match v.epilogue {
             Epilogue::Plain => [256, 128].contains(&v.cols),
             Epilogue::Linear => v.cols == 256 && v.order != Order::Nn,
-            Epilogue::Relu | Epilogue::Gelu | Epilogue::SwiGlu => v.order == Order::Nt,
+            Epilogue::Relu | Epilogue::Gelu | Epilogue::SwiGlu => {
+                v.cols == 256 && v.order == Order::Nt
+            }
             Epilogue::DGelu | Epilogue::DSwiGlu => false,
         };
         Self::all().into_iter().filter(fits).collect()
@@ -239,6 +242,10 @@ impl Variant {
                         Epilogue::Plain => all.push(wide),
                         Epilogue::Linear => all.push(Variant { out_f32: true, ..wide }),
                         _ => {}
+                    }
+                    let adds = [Epilogue::Linear, Epilogue::Relu, Epilogue::Gelu];
+                    if order == Order::Nt && adds.contains(&epilogue) {
+                        all.push(wide);
                     }
                 }
             }
@@ -322,7 +329,7 @@ mod tests {
             assert!(v.epilogue == Epilogue::Plain || v.width() % BOX_COLS == 0, "{v:?}");
         }
         let num = (all.len(), Variant::all_grouped().len(), Variant::all_sums().len());
-        assert_eq!(num, (94, 38, 16));
+        assert_eq!(num, (100, 38, 16));
         assert!(all.iter().all(|v| Variant::all_sums().contains(&v.of_sums())));
         let skinny = Skinny::all();
         assert_eq!(skinny.len(), 36);

@@ -50,8 +50,8 @@ __device__ __forceinline__ u32 tw_skinny_rows(u32 m) {
     return m <= 16 ? 16 : m <= 32 ? 32 : 64;
 }
 
-// Where the sum of a row and column of a tile lies: columns beside each other, shifted so that lanes
-// of a warp, which have 8 columns of every other row, write to banks of their own.
+// Where the sum of a row and column of a tile lies: columns beside each other, shifted so that
+// lanes of a warp, which have 8 columns of every other row, write to banks of their own.
 __device__ __forceinline__ u32 tw_sum_at(u32 row, u32 col) {
     return row * TW_SKINNY_COLS + (col ^ row / 2 % 4 * 8);
 }

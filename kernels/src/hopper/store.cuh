@@ -44,8 +44,10 @@ __device__ __forceinline__ TwPlace tw_finish_chunk(const float (&acc)[TW_HG_N / 
 }
 
 // The bias of a tile's chunks, one after the other. It comes while the chunk before is finished:
-// from L2, which takes as long as that.
-typedef TwBiasOf<TW_HG_EPI == TW_LINEAR || TW_HG_EPI == TW_HG_RELU || TW_HG_EPI == TW_HG_GELU> TwChunkBias;
+// from L2, which takes as long as that. Tiles of more than 256 columns have no registers for it,
+// and load it when they need it.
+enum : bool { TW_HG_BIAS_AHEAD = TW_HG_N <= 256 && (TW_HG_EPI == TW_LINEAR || TW_HG_EPI == TW_HG_RELU || TW_HG_EPI == TW_HG_GELU) };
+typedef TwBiasOf<TW_HG_BIAS_AHEAD> TwChunkBias;
 __device__ __forceinline__ void tw_load_bias(TwChunkBias& bias, const TwHopper& g, u32 col, u32 chunk) {
     if (chunk < TW_HG_CHUNKS) bias.load(g, tw_place(g, 0, col, tw_chunk(chunk)));
 }

@@ -168,11 +168,14 @@ pub struct Case {
     pub pad: usize,
     /// Small integers.
     pub exact: bool,
+    /// Biases are in -100..100.
+    pub large: bool,
 }
 
 pub fn case(layout: Layout, m: usize, n: usize, k: usize) -> Case {
-    let (act, bias, accumulate, aux, pad, exact) = (NONE, false, false, false, 0, false);
-    Case { layout, m, n, k, out: Type::F32, act, bias, accumulate, aux, pad, exact }
+    let (act, pad, out) = (NONE, 0, Type::F32);
+    let [bias, accumulate, aux, exact, large] = [false; 5];
+    Case { layout, m, n, k, out, act, bias, accumulate, aux, pad, exact, large }
 }
 
 /// Numbers in -1..1, or the integers of it.
@@ -242,7 +245,8 @@ impl Case {
 
     fn bias(&self) -> Vec<f32> {
         let t = self.bias_type();
-        (0..self.n).map(|i| t.round(number(self.exact, 4, i))).collect()
+        let scale = if self.large { 100.0 } else { 1.0 };
+        (0..self.n).map(|i| t.round(scale * number(self.exact, 4, i))).collect()
     }
 
     fn bias_flag(&self) -> u32 {

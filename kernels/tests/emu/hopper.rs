@@ -295,6 +295,7 @@ pub fn epilogue_cases(layout: Layout) -> Vec<Case> {
     for act in [RELU, GELU, SWIGLU] {
         all.push(Case { act, bias: true, aux: true, ..c });
         all.push(Case { act, pad: 8, ..c });
+        all.push(Case { act, bias: true, large: true, ..c });
     }
     all.extend([DGELU, DSWIGLU].map(|act| Case { act, ..c }));
     all.push(Case { act: DSWIGLU, pad: 8, ..c });
@@ -307,6 +308,16 @@ fn hopper_epilogues() {
             assert!(c.act < DERIVATIVE || !c.aux, "derivatives read aux");
             check(&c, false, 256, 2, 1);
         }
+    }
+    // Tiles that load their bias late, and overlap.
+    let wide = Case { bias: true, out: Type::Bf16, ..case(Nt, 136, 392, 136) };
+    for c in [
+        wide,
+        Case { accumulate: true, ..wide },
+        Case { act: RELU, pad: 8, ..wide },
+        Case { act: GELU, aux: true, ..wide },
+    ] {
+        check(&c, false, 320, 2, 1);
     }
     for act in [SWIGLU, DSWIGLU] {
         check(

@@ -19,7 +19,8 @@ use crate::{Launch, Turn, normal, take_turns};
 
 /// A backend, and the parts that contractions are cut into, if they are asked for.
 type Way = (GemmBackend, Option<usize>);
-const WAYS: [Way; 2] = [(GemmBackend::Auto, None), (GemmBackend::Hopper, None)];
+const WAYS: [Way; 3] =
+    [(GemmBackend::Auto, None), (GemmBackend::CublasLt, None), (GemmBackend::Hopper, None)];
 const SEED: u64 = 20_261_128;
 const NUMBER: usize = 60;
 /// The most rows, and the most elements of A and D, of a drawn shape.

@@ -207,7 +207,8 @@ fn every_shape(dtype: DType) {
 
 /// As [`Problem::check`], by cuBLASLt; none if it is not there, which is said with a hint.
 fn with_cublaslt(g: &Gpu) -> Option<()> {
-    let desc = GemmDesc::nt(16, 16, 16, DType::BF16);
+    // Fewer rows are the core's.
+    let desc = GemmDesc::nt(48, 16, 16, DType::BF16);
     let forced = GemmPlan::with_backend(desc, GemmBackend::CublasLt).unwrap();
     let auto = plan_by(g, desc, GemmBackend::Auto).explain();
     match forced.prepare(&g.stream) {

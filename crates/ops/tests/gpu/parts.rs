@@ -116,8 +116,8 @@ fn first_rows(g: &Gpu, p: &Problem, plan: &GemmPlan, rows: usize, all: &[u8]) {
 }
 
 /// The number of rows, up to 64, and that of multiprocessors change no bit, nor does the kernel:
-/// where a cluster would be larger than a launch may be, the core makes the same parts. Few rows are
-/// those that `auto` gives to the core.
+/// where a cluster would be larger than a launch may be, the core makes the same parts. Few rows
+/// are those that `auto` gives to the core.
 #[test]
 fn few_rows_have_their_bits_whatever_is_beside_them() {
     let Some(g) = hopper() else { return };

@@ -67,6 +67,8 @@ const MOST_PARTS: usize = 16;
 const FEWEST_STEPS: usize = 4;
 /// Microseconds that a tile of whole waves takes beside its products.
 const TILE_US: f64 = 2.0;
+/// The same of what is added to the sums of a tile of 320 columns.
+const BIAS_US: f64 = 1.5;
 /// Columns of a tile times elements of k that a multiprocessor computes in a microsecond, in whole
 /// waves: at the clock of a GPU that all of them make warm.
 const RATE: f64 = 20480.0;
@@ -76,15 +78,17 @@ const RATE: f64 = 20480.0;
 /// and those of 224, 192 and 128 take 18, 21 and 32, and the time beside its products. Those of 320
 /// columns take 13; their rate was measured on one H200, relative to 256. All but that is of a time
 /// when no tiles overlapped.
-fn tile_us(cols: usize, k: usize) -> f64 {
-    let rate = match cols {
+fn tile_us(v: &Variant, k: usize) -> f64 {
+    let rate = match v.cols {
         320 => 1.019,
         256 => 1.0,
         224 => 0.979,
         192 => 0.973,
         _ => 0.845,
     };
-    (cols * k) as f64 / rate / RATE + TILE_US
+    // These load their bias when they need it.
+    let waits = v.cols > 256 && v.epilogue != Function::Plain && !v.out_f32;
+    (v.cols * k) as f64 / rate / RATE + TILE_US + if waits { BIAS_US } else { 0.0 }
 }
 
 /// Of less than a wave, in microseconds: the launch and the ends of a tile; a stage of 128 columns,
@@ -117,7 +121,7 @@ fn us(v: &Variant, shape @ [_, _, k]: [usize; 3], cut: Cut, clusters: u32) -> f6
     let products = if num <= clusters {
         cut.steps as f64 * STAGE_US * v.cols as f64 / 128.0
     } else {
-        waves * tile_us(v.cols, k.min(cut.steps * TILE_K)) - LAUNCH_US
+        waves * tile_us(v, k.min(cut.steps * TILE_K)) - LAUNCH_US
     };
     LAUNCH_US + products.max(read_us(v, shape, busy))
 }
@@ -180,10 +184,15 @@ fn rounded(m: usize) -> usize {
 }
 
 /// The most tiles of few rows that `sms` multiprocessors compute at once with k in so many parts,
-/// each by a cluster. Clusters of three and more do not fill the multiprocessors: of an H200, which
-/// has 132, 117 to 102 have one. How many differs from chip to chip, as the parts must not.
+/// each by a cluster. Clusters of three and more do not fill the multiprocessors: of an H200's 132
+/// those of 3 to 8 fill 117, 120, 110, 102, 105 and 120, by the driver. How many differs from chip
+/// to chip, as the parts must not: some less.
 fn tiles_at_once(parts: usize, sms: usize) -> usize {
-    if parts <= 2 { sms / parts } else { sms * 31 / 40 / parts }
+    match parts {
+        1 | 2 => sms / parts,
+        3 | 4 => sms * 17 / 20 / parts,
+        _ => sms * 31 / 40 / parts,
+    }
 }
 
 /// The kernel of few rows that `d` has, if it has one, and its tiles.
@@ -317,6 +326,17 @@ mod tests {
         ] {
             assert_eq!(best(m, n, k), want, "{m} {n} {k}");
         }
+        let bias = Epilogue { bias: true, ..Epilogue::NONE };
+        let all_bias = variants(&GemmDesc { epilogue: bias, ..nt }).unwrap();
+        for (shape @ [_, _, k], want) in [
+            ([2048, 7168, 8192], 320),
+            ([8192, 12288, 6144], 320),
+            ([8192, 8192, 3584], 256),
+            ([8192, 7168, 8192], 256),
+        ] {
+            let v = super::best(all_bias.iter().copied(), shape, whole(k), 66).unwrap();
+            assert_eq!(v.cols, want, "{shape:?}");
+        }
         // Few tiles: narrow ones keep more multiprocessors busy.
         assert_eq!(best(256, 8192, 4096), 128);
         // A plan loads what it may launch.
@@ -347,7 +367,7 @@ mod tests {
     }
 
     /// The parts that were fastest of one to eight on one H200 with weights that are not in L2, or
-    /// took 2 % longer at most.
+    /// took 2 % longer at most, but for the last three.
     #[test]
     fn few_rows_are_cut_as_was_measured() {
         for ([n, k], want) in [
@@ -357,6 +377,8 @@ mod tests {
             ([28672, 8192], 1),
             ([2048, 7168], 6),
             ([16384, 2048], 1),
+            ([4736, 4096], 3),
+            ([4864, 4096], 2),
             ([512, 64], 1),
         ] {
             let w = wanted(&NT(64, n, k), None, 66, 66);
