@@ -18,7 +18,7 @@ class Config:
     """One program to run: its name, command, how its output is judged, and whether it may compile.
     One that `takes` some GPUs only runs beside others; without it alone. `needs`: why it is left
     out. `behind`: the one of its mode that runs just before it, without which it says nothing.
-    `limit_s`: the seconds that it may take."""
+    `limit_s`: the seconds that it may take. `ranks`: processes that share the GPUs."""
 
     def __init__(
         self,
@@ -32,10 +32,11 @@ class Config:
         takes=None,
         behind=None,
         limit_s=LIMIT_S,
+        ranks=1,
     ):
         self.name, self.argv, self.judge, self.jit = name, argv, judge or by_status, jit
         self.env, self.preload, self.needs, self.takes = env or {}, preload, needs, takes
-        self.behind, self.limit_s = behind, limit_s
+        self.behind, self.limit_s, self.ranks = behind, limit_s, ranks
 
 
 def program(name):

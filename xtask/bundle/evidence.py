@@ -28,8 +28,9 @@ counts where the commit is unknown or `-dirty`: its name is that of other trees,
 Rows of any commit tell how long a configuration takes. Within a part the longest is first; none is
 begun that takes longer than --for leaves, and one of unknown length may run a minute beyond it
 (some have two). With --jobs J each GPU is shared by up to J configurations of conformance, faults
-and drill, whose rows then have `beside`, and which have twice as long; what fails so runs again at
-the end, alone, and that row counts. Of what is timed each GPU has one at a time.
+and drill, or by so many ranks where a configuration's share a GPU. Their rows then have `beside`,
+and they have twice as long; what fails so runs again at the end, alone, and that row counts. Of
+what is timed each GPU has one at a time.
 $OUT gets results.jsonl (rows of this call alone; it must not be there yet), evidence.json (a
 summary by part, of all calls) and, if something failed, failed-logs.txt (the last 20 kB of each).
 """
@@ -117,6 +118,11 @@ class Unit:
     def failed(self):
         return any(self.before.failed(name) for name, _ in self.named())
 
+    def ranks_of_each(self, gpus):
+        """Places that it takes of each GPU: processes that share one take turns, and with many
+        beside them reach their limit."""
+        return max(-(-c.ranks // gpus) for _, c in self.configs)
+
     def expected(self):
         """Seconds, as far as they are known; none if nothing is."""
         each = [self.before.expected(name) for name, _ in self.named()]
@@ -192,21 +198,22 @@ class Evidence:
     def at_once(self, units, pool, places, alone):
         """Runs units, as many at once as the GPUs have places for, or one at a time."""
 
-        def one(unit, mine):
+        def one(unit, mine, each):
             try:
                 self.one(unit, mine[: unit.takes] if unit.takes else None, places > 1)
             finally:
-                pool.give(mine)
+                pool.give(mine, each)
 
         with ThreadPoolExecutor(max_workers=self.runner.n * places) as threads:
             begun = []
             for unit in self.picked(units):
-                mine = pool.take(self.runner.n if alone else unit.takes or self.runner.n)
+                each = min(places, unit.ranks_of_each(self.runner.n))
+                mine = pool.take(self.runner.n if alone else unit.takes or self.runner.n, each)
                 # It has waited for them meanwhile; those behind it may be shorter.
                 if self.fits(unit):
-                    begun.append(threads.submit(one, unit, mine))
+                    begun.append(threads.submit(one, unit, mine, each))
                 else:
-                    pool.give(mine)
+                    pool.give(mine, each)
             for done in begun:
                 done.result()
 

@@ -345,6 +345,7 @@ def sharing(n):
             f"one-sided-nvshmem-shared-{ranks}",
             ranks_of(ranks, program("symm_checks"), "nvshmem"),
             needs=nvshmem,
+            ranks=ranks,
         )
         for name, ops in NVSHMEM_OPS.items() if ranks < 8 else [("ep", "ep")]:
             flags = ["verify", "--backend", "nvshmem", "--json", "--timeout-s", "40", "--op", ops]
@@ -355,8 +356,13 @@ def sharing(n):
                 by_shared_gpu,
                 name == "cp_attention",
                 needs=nvshmem,
+                ranks=ranks,
             )
-        yield Config(f"one-sided-shared-{ranks}", ranks_of(ranks, program("symm_checks"), *CASES))
+        yield Config(
+            f"one-sided-shared-{ranks}",
+            ranks_of(ranks, program("symm_checks"), *CASES),
+            ranks=ranks,
+        )
         # Eight that take turns need more than a minute for a whole group.
         parts = {op: [op] for ops in groups.values() for op in ops} if ranks == 8 else groups
         if ranks == 8:
@@ -373,10 +379,14 @@ def sharing(n):
                     ranks_of(ranks, program("tilewire"), *flags),
                     by_shared_gpu,
                     "attention" in name,
+                    ranks=ranks,
                 )
         steps = ["train", "--backend", "vmm", "--task", "copy", "--steps", "5", "--timeout-s", "40"]
         yield Config(
-            f"train-shared-{ranks}", ranks_of(ranks, program("tilewire"), *steps), jit=True
+            f"train-shared-{ranks}",
+            ranks_of(ranks, program("tilewire"), *steps),
+            jit=True,
+            ranks=ranks,
         )
 
 

@@ -90,27 +90,28 @@ class Pool:
         self.free, self.changed = dict.fromkeys(devices, places), threading.Condition()
         self.asked, self.served = 0, 0
 
-    def take(self, num):
+    def take(self, num, each=1):
+        """So many GPUs, with so many places of each."""
         with self.changed:
             # Who comes first is served first: whoever gives GPUs back would else take them again.
             turn, self.asked = self.asked, self.asked + 1
-            self.changed.wait_for(lambda: turn == self.served and self.with_places() >= num)
+            self.changed.wait_for(lambda: turn == self.served and self.with_places(each) >= num)
             self.served += 1
             self.changed.notify_all()
             mine = sorted(self.free, key=lambda device: -self.free[device])[:num]
-            self.add(mine, -1)
+            self.add(mine, -each)
             return mine
 
-    def with_places(self):
-        return sum(places > 0 for places in self.free.values())
+    def with_places(self, each):
+        return sum(places >= each for places in self.free.values())
 
     def add(self, devices, places):
         for device in devices:
             self.free[device] += places
 
-    def give(self, mine):
+    def give(self, mine, each=1):
         with self.changed:
-            self.add(mine, 1)
+            self.add(mine, each)
             self.changed.notify_all()
 
 
