@@ -17,9 +17,9 @@
 
 enum : u32 { TW_PLAIN = 0, TW_LINEAR = 1, TW_HG_RELU = 2, TW_HG_GELU = 3, TW_HG_SWIGLU = 4, TW_HG_DGELU = 5, TW_HG_DSWIGLU = 6 };
 
-// A product. The tensor maps beside it have the addresses of A, B, and of a D of 16 bits, or one of
-// f32 that is added to with TW_D_HAS_MAP. `flags`:
-// those of gemm/activation.cuh for what is added; types and function are the unit's.
+// A product. The tensor maps beside it have the addresses of A and B, and for sm90_gemm.cu and
+// groups of a D of 16 bits, or one of f32 that is added to with TW_D_HAS_MAP. `flags`: those of
+// gemm/activation.cuh for what is added; types and function are the unit's.
 struct TwHopper {
     void* d;
     const void* bias;  // [n] f32, or of D's type with TW_BIAS_OUT; or null
@@ -27,8 +27,9 @@ struct TwHopper {
     u32* counter;      // null, or two words that are zero, of this launch alone while it runs
     i64 ldd, ldaux;
     u32 m, n, k, flags;
-    // Units that TW_HG_IN_PARTS: the contraction is cut into `parts`, of `steps` stages each but
-    // for the last; the sums of part p are the matrix [m, n] number p from `d` on.
+    // The contraction is cut into `parts`, of `steps` stages each but for the last: by
+    // sm90_skinny_gemm.cu, and by units that TW_HG_IN_PARTS, for which the sums of part p are the
+    // matrix [m, n] number p from `d` on.
     u32 parts, steps;
 };
 

@@ -5,8 +5,9 @@
 //! A graph of many launches is replayed: many of these products take less time than a host needs to
 //! launch them.
 //!
-//! `cargo run --release -p tilewire-ops --example rates drawn [SEED [NUMBER]]`, `rates cold [parts]
-//! [M,N,K ...]`, `rates parts [M,N,K ...]`.
+//! `cargo run --release -p tilewire-ops --example rates drawn [SEED [NUMBER [ROWS]]]`, of which
+//! those of at most so many rows are run, `rates cold [parts] [M,N,K ...]`, `rates parts [M,N,K
+//! ...]`.
 
 use tilewire_core::{DType, Result, Rng, Shape};
 use tilewire_device::cuda::CudaContext;
@@ -70,11 +71,10 @@ pub(crate) fn main() -> Result<()> {
     let mut given = std::env::args().skip(2).map_while(|a| a.parse::<u64>().ok());
     let (seed, number) =
         (given.next().unwrap_or(SEED), given.next().map_or(NUMBER, |n| n as usize));
+    let most = given.next().map_or(usize::MAX, |n| n as usize);
     let mut rng = Rng::new(seed);
-    (0..number).try_for_each(|_| {
-        let shape = draw(&mut rng);
-        bench(&ctx, "drawn", shape, 1, &WAYS, true)
-    })
+    let shapes: Vec<_> = (0..number).map(|_| draw(&mut rng)).filter(|s| s[0] <= most).collect();
+    shapes.into_iter().try_for_each(|shape| bench(&ctx, "drawn", shape, 1, &WAYS, true))
 }
 
 /// Few rows: what their time is made of is the reading of the weights. With `parts` also with each

@@ -10,10 +10,10 @@ use tilewire_core::{Error, ErrorKind, Result};
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum GemmBackend {
-    /// The core for sm_90a for up to 32 rows whose columns fill no more tiles than there are
-    /// multiprocessors, with A as `[m, k]`; else cuBLASLt where the library is present and supports
-    /// the product, else the core where that does, else the portable kernel. The plan's `explain`
-    /// says which of them, and why.
+    /// The core for sm_90a in plans of up to 32 rows whose columns fill no more tiles than there
+    /// are multiprocessors, with A as `[m, k]`; else cuBLASLt where the library is present and
+    /// supports the product, else the core where that does, else the portable kernel. The plan's
+    /// `explain` says which of them, and why.
     #[default]
     Auto,
     /// tilewire's kernel for sm_80 and newer: every order, type, shape and epilogue.

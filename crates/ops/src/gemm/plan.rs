@@ -51,13 +51,14 @@ impl GemmPlan {
     }
 
     /// Sets into how many parts, at most, the core for sm_90a cuts the contraction of a product; to
-    /// be called before [`GemmPlan::prepare`]. The sums of the parts are added in their order by
-    /// a second kernel; they take 4 bytes for each part, row and column, for the plan and for each
-    /// stream of a graph. Without it, products whose tiles are too few for the multiprocessors are
-    /// cut by a model of the time, of rows, sizes and device: then bits depend on the number of
-    /// rows. All numbers of rows up to 64, with A as `[m, k]`, are cut in one way: there they do
-    /// not. With 1 the core's bits of an element depend on its row and column of the operands
-    /// alone, whatever other rows there are. Other kernels take no notice.
+    /// be called before [`GemmPlan::prepare`]. The sums of the parts are added in their order:
+    /// those of up to 64 rows, with A as `[m, k]` and at most 8 parts, by the blocks that have
+    /// them, others by a second kernel; these take 4 bytes for each part, row and column, for the
+    /// plan and for each stream of a graph. Without it, products whose tiles are too few for the
+    /// multiprocessors are cut by a model of the time, of rows, sizes and device: then bits depend
+    /// on the number of rows. All numbers of rows up to 64, with A as `[m, k]`, are cut in one way:
+    /// there they do not. With 1 the core's bits of an element depend on its row and column of the
+    /// operands alone, whatever other rows there are. Other kernels take no notice.
     #[must_use]
     pub fn with_parts(mut self, parts: usize) -> Self {
         self.choice.parts = Some(parts.max(1));

@@ -203,7 +203,7 @@ impl Hopper {
         };
         let whole = (!self.kernels.is_empty()).then(|| of(&self.kernels));
         let parts = self.parts.as_ref().map(|p| {
-            let (c, m) = (self.wanted.most_parts(), self.wanted.bytes >> 10);
+            let (c, m) = (self.wanted.most_parts_of_core(), self.wanted.bytes >> 10);
             format!("few tiles: {}, k in up to {c} parts, {m} KiB for their sums", of(&p.kernels))
         });
         let skinny = self.skinny.as_ref().map(SkinnyKernel::explain);

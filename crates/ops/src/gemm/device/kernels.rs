@@ -1,5 +1,6 @@
-//! GEMM on CUDA devices: by cuBLASLt where it does what is asked, else by the core for sm_90a
-//! (`hopper/sm90_gemm.cu`), else by the portable kernels (`gemm/sm80_gemm.cu`).
+//! GEMM on CUDA devices: by cuBLASLt where it does what is asked, else, and for plans of few rows,
+//! by the core for sm_90a (`kernels/src/hopper`), else by the portable kernels
+//! (`gemm/sm80_gemm.cu`).
 
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -95,7 +96,7 @@ impl GemmKernels {
         let prefers = match choice.num_sms {
             Some(num) => Some(format!("{num} multiprocessors are the most of a launch")),
             None if choice.backend == GemmBackend::Auto && Hopper::is_faster(ctx, desc)? => {
-                Some(format!("up to {} rows are faster by the core", hopper::FASTER_ROWS))
+                Some(format!("plans of up to {} rows are faster by the core", hopper::FASTER_ROWS))
             }
             None => None,
         };

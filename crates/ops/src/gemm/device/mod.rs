@@ -1,5 +1,5 @@
-//! GEMM on CUDA devices: by cuBLASLt where it does what is asked, else by the core for sm_90a,
-//! else by the portable kernels.
+//! GEMM on CUDA devices: by cuBLASLt where it does what is asked, else, and for plans of few rows,
+//! by the core for sm_90a, else by the portable kernels.
 
 mod cublaslt;
 mod hopper;

@@ -67,7 +67,7 @@ const MOST_PARTS: usize = 16;
 const FEWEST_STEPS: usize = 4;
 /// Microseconds that a tile of whole waves takes beside its products.
 const TILE_US: f64 = 2.0;
-/// The same of what is added to the sums of a tile of 320 columns.
+/// The same of a tile of 320 columns into 16 bits with an epilogue, whose bias does not come ahead.
 const BIAS_US: f64 = 1.5;
 /// Columns of a tile times elements of k that a multiprocessor computes in a microsecond, in whole
 /// waves: at the clock of a GPU that all of them make warm.
@@ -86,7 +86,6 @@ fn tile_us(v: &Variant, k: usize) -> f64 {
         192 => 0.973,
         _ => 0.845,
     };
-    // These load their bias when they need it.
     let waits = v.cols > 256 && v.epilogue != Function::Plain && !v.out_f32;
     (v.cols * k) as f64 / rate / RATE + TILE_US + if waits { BIAS_US } else { 0.0 }
 }
@@ -235,10 +234,17 @@ pub(super) struct Wanted {
 }
 
 impl Wanted {
-    /// The most parts of a contraction.
+    /// The most parts of a contraction, whatever computes them.
     pub fn most_parts(&self) -> usize {
-        let all = self.cuts.iter().map(|(_, c)| c).chain(&self.fixed);
-        all.chain(self.skinny.iter().map(|(_, c)| c)).map(|c| c.parts).max().unwrap_or(1)
+        let of_few_rows = self.skinny.map_or(1, |(_, c)| c.parts);
+        self.most_parts_of_core().max(of_few_rows)
+    }
+
+    /// The most parts of a contraction that the core computes.
+    pub fn most_parts_of_core(&self) -> usize {
+        let by_core = |m: usize| m > SKINNY_ROWS || self.skinny.is_none();
+        let cuts = self.cuts.iter().filter(|(m, _)| by_core(*m)).map(|(_, c)| c);
+        cuts.chain(&self.fixed).map(|c| c.parts).max().unwrap_or(1)
     }
 
     /// Returns the cut of a product of `m` rows; none if its contraction is whole.
@@ -395,6 +401,9 @@ mod tests {
             assert_eq!(limited.cut(5), w.cut(5));
             assert!(limited.skinny.is_some() || !limited.of_parts.is_empty());
         }
+        // The core's parts are others.
+        let w = wanted(&NT(256, 1024, 4096), None, 66, 66);
+        assert_eq!((w.most_parts(), w.most_parts_of_core()), (8, 6));
         let swiglu = Epilogue { activation: Activation::SwiGlu, ..Epilogue::NONE };
         let w = wanted(&GemmDesc { epilogue: swiglu, ..NT(8, 4096, 4096) }, None, 66, 66);
         assert_eq!(w.skinny.map(|(v, c)| (v.width(), c.parts)), Some((64, 3)));
@@ -444,16 +453,18 @@ mod tests {
         for (n, k) in [(4096, 4096), (512, 65536), (136, 72), (24576, 2048), (8, 8)] {
             for most in [1, 17, 100, 700, 3000] {
                 for parts in [None, Some(1), Some(3)] {
-                    let w = wanted(&NT(most, n, k), parts, 66, 66);
-                    for m in 1..=most {
-                        let c = w.cut(m);
-                        if m <= SKINNY_ROWS && w.skinny.is_some() {
-                            continue;
+                    for (limited, of) in [(66, NT), (1, NT), (66, tn as fn(_, _, _) -> _)] {
+                        let w = wanted(&of(most, n, k), parts, 66, limited);
+                        for m in 1..=most {
+                            let c = w.cut(m);
+                            if m <= SKINNY_ROWS && w.skinny.is_some() {
+                                continue;
+                            }
+                            let of = if c.is_some() { &w.of_parts } else { &w.whole };
+                            assert!(!of.is_empty(), "{m} of {most}, {n}, {k}, {parts:?}");
+                            let bytes = c.map_or(0, |c| 4 * c.parts * m * n);
+                            assert!(bytes <= w.bytes, "{m} of {most}, {n}, {k}: {bytes}");
                         }
-                        let of = if c.is_some() { &w.of_parts } else { &w.whole };
-                        assert!(!of.is_empty(), "{m} of {most}, {n}, {k}, {parts:?}");
-                        let bytes = c.map_or(0, |c| 4 * c.parts * m * n);
-                        assert!(bytes <= w.bytes, "{m} of {most}, {n}, {k}: {bytes}");
                     }
                 }
             }
