@@ -466,6 +466,7 @@ fn the_core_runs_on_emulated_devices() {
             "hopper::lists_of_tensors_are_seen_before_a_capture",
             "parts::products_in_parts",
             "parts::few_tiles_are_computed_in_parts",
+            "parts::few_rows_have_their_bits_whatever_is_beside_them",
             "parts::launches_behind_each_other_wait_for_each_other",
             "parts::parts_of_many_rows",
         ],

@@ -87,19 +87,16 @@ fn few_tiles_are_computed_in_parts() {
     let desc = GemmDesc { out: DType::F32, ..GemmDesc::nt(24, 128, 1024, DType::BF16) };
     let p = Problem::new(&g, &mut rng, desc, 24);
     let auto = plan_by(&g, desc, GemmBackend::Hopper);
-    // An emulated device has four multiprocessors.
-    let parts = if is_emulated() { 3 } else { 4 };
-    let text = format!("k in {parts} parts");
-    assert!(auto.explain().contains(&text), "{}", auto.explain());
+    assert!(auto.explain().contains("k in 4 parts"), "{}", auto.explain());
     let one = plan_in(&g, desc, 1);
     assert!(!one.explain().contains("parts"), "{}", one.explain());
     // A cluster of more blocks than a launch may have is the core's.
     let core = GemmPlan::with_backend(desc, GemmBackend::Hopper).unwrap();
-    let core = core.with_parts(parts).with_num_sms(2);
+    let core = core.with_parts(4).with_num_sms(2);
     core.prepare(&g.stream).unwrap();
     assert!(core.explain().contains("few tiles"), "{}", core.explain());
-    assert!(bits(&g, &p, &auto) == bits(&g, &p, &core), "bits of {parts} parts");
-    assert!(bits(&g, &p, &one) != bits(&g, &p, &auto), "one chain is not several");
+    assert!(bits(&g, &p, &auto) == bits(&g, &p, &core), "bits of four parts");
+    assert!(bits(&g, &p, &one) != bits(&g, &p, &auto), "one chain is not four");
     // Other rows change no bit of these.
     let wide = GemmDesc { m: 136, ..desc };
     let (p, plan) = (Problem::new(&g, &mut rng, wide, 136), plan_in(&g, wide, 1));
@@ -121,8 +118,8 @@ fn first_rows(g: &Gpu, p: &Problem, plan: &GemmPlan, rows: usize, all: &[u8]) {
 }
 
 /// The number of rows, up to 64, and that of multiprocessors change no bit, nor does the kernel:
-/// where a cluster would be larger than a launch may be, which on an emulated device it is not, the
-/// core makes the same parts. Few rows are those that `auto` gives to the core.
+/// where a cluster would be larger than a launch may be, the core makes the same parts. Few rows
+/// are those that `auto` gives to the core.
 #[test]
 fn few_rows_have_their_bits_whatever_is_beside_them() {
     let Some(g) = hopper() else { return };
