@@ -4,6 +4,7 @@ import shutil
 import subprocess
 
 from configs import (
+    ALONE,
     HERE,
     LIMIT_S,
     NOT_WATCHED,
@@ -273,6 +274,7 @@ def of_teams(n, two):
         by_ran,
         jit=True,
         needs=more,
+        ranks=ALONE,
     )
     yield Config(
         "ops-gpu_team-far",
