@@ -12,8 +12,8 @@ from judges import Reported, by_status
 
 HERE = Path(__file__).resolve().parent
 LIMIT_S = 60
-# `ranks` of what compares free memory of GPUs, which others there would change: all places.
-ALONE = 1 << 16
+# `ranks` of what compares free memory of GPUs, which others there would change.
+ALL_PLACES = 1 << 16
 
 
 class Config:

@@ -1,7 +1,7 @@
 """The configurations of `faults`."""
 
 from configs import (
-    ALONE,
+    ALL_PLACES,
     NOT_WATCHED,
     TWO_GPUS,
     Config,
@@ -190,7 +190,7 @@ def faults(n):
                 env=extra,
                 behind=f"killed-{many}{tag}",
             )
-        yield Config(f"leaks-{many}", ranks_of(ranks, spike, "hundred heaps"), ranks=ALONE)
+        yield Config(f"leaks-{many}", ranks_of(ranks, spike, "hundred heaps"), ranks=ALL_PLACES)
     orders = [program("gpu_team"), "--test-threads", "1", "--nocapture"]
     if n > 1:
         yield Config("parked-between", [*orders, "stops_between"], by_ran, jit=True)

@@ -4,7 +4,7 @@ import shutil
 import subprocess
 
 from configs import (
-    ALONE,
+    ALL_PLACES,
     HERE,
     LIMIT_S,
     NOT_WATCHED,
@@ -274,7 +274,7 @@ def of_teams(n, two):
         by_ran,
         jit=True,
         needs=more,
-        ranks=ALONE,
+        ranks=ALL_PLACES,
     )
     yield Config(
         "ops-gpu_team-far",

@@ -203,6 +203,19 @@ fn what_fails_beside_others_runs_again_alone() {
     assert!(call.status == Some(2) && call.said.contains("at least 1"), "{}", call.said);
 }
 
+/// Ranks that share a GPU take a place each, and what compares free memory takes all: none of these
+/// meets another.
+#[test]
+fn ranks_that_share_a_gpu_take_its_places() {
+    let dir = bundle("evidence-places");
+    fs::write(dir.0.join("meets"), "").unwrap();
+    for (out, only) in [("a", "conformance/one-sided-shared"), ("b", "faults/leaks")] {
+        let call = Call::run(&dir, out, &[], &["--only", only, "--jobs", "2"]);
+        let all = call.rows.iter().all(|(_, state)| state == "passed");
+        assert_eq!((call.status, call.rows.len(), all), (Some(0), 2, true), "{}", call.said);
+    }
+}
+
 /// A configuration that looks at what the one before it has left runs behind it again.
 #[test]
 fn what_belongs_together_runs_in_one_call() {
