@@ -120,14 +120,19 @@ pub fn load(text: String, v: &Variant) -> &'static Lib {
 
 /// The variant `v` of `source`, whose text is `text`.
 pub fn load_of(source: &Source, text: String, v: &Variant) -> &'static Lib {
-    let defines = v.defines().into_iter().map(|(name, value)| (&*name.leak(), value)).collect();
-    RUNTIME.load(&Unit {
-        name: source.name,
-        text,
-        defines,
-        kernels: source.kernels.to_vec(),
-        smem: v.shared_bytes() as usize,
-    })
+    load_by(source, text, v.defines(), v.shared_bytes())
+}
+
+/// That of these definitions, which has so many bytes of shared memory.
+pub fn load_by(
+    source: &Source,
+    text: String,
+    defines: Vec<(String, u64)>,
+    bytes: u32,
+) -> &'static Lib {
+    let defines = defines.into_iter().map(|(name, value)| (&*name.leak(), value)).collect();
+    let (name, kernels) = (source.name, source.kernels.to_vec());
+    RUNTIME.load(&Unit { name, text, defines, kernels, smem: bytes as usize })
 }
 
 /// Libraries of the text as it is, by their definitions.

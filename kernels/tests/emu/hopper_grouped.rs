@@ -9,11 +9,10 @@ use tilewire_kernels::hopper::{
     fits_sum_rows,
 };
 
-use crate::compile::Unit;
 use crate::gemm::{GELU, RELU, SWIGLU, Type};
 use crate::grouped::{Case, Dgrad, Fprop, Pass, Wgrad, bad_ends, bad_splits, case, many};
-use crate::hopper::{map, map_of_sums, ragged};
-use crate::host::{Lib, RUNTIME};
+use crate::hopper::{load_by, map, map_of_sums, ragged};
+use crate::host::Lib;
 use crate::memory::Memory;
 use crate::planted::all_are_killed;
 use crate::{Test, scenarios, tests};
@@ -45,15 +44,9 @@ fn variant(c: &Case, cols: usize) -> Variant {
 
 /// At most `most` groups are sorted.
 fn load(text: String, v: &Variant, most: u64) -> &'static Lib {
-    let defines = v.defines().into_iter().map(|(name, value)| (&*name.leak(), value));
-    let defines = defines.chain([("TW_HG_MAX_SORTED", most)]).collect();
-    RUNTIME.load(&Unit {
-        name: HOPPER_GROUPED_GEMM.name,
-        text,
-        defines,
-        kernels: HOPPER_GROUPED_GEMM.kernels.to_vec(),
-        smem: v.grouped_shared_bytes() as usize,
-    })
+    let mut defines = v.defines();
+    defines.push(("TW_HG_MAX_SORTED".to_owned(), most));
+    load_by(&HOPPER_GROUPED_GEMM, text, defines, v.grouped_shared_bytes())
 }
 
 /// Libraries of the text as it is, by their variants.

@@ -8,11 +8,10 @@ use tilewire_kernels::hopper::{
     BOX_COLS, Epilogue, HOPPER_SKINNY_GEMM, SKINNY_THREADS, Skinny, TILE_K,
 };
 
-use crate::compile::Unit;
 use crate::gemm::Layout::{Nn, Nt};
 use crate::gemm::{Case, SWIGLU, Type, case};
-use crate::hopper::{epilogue_cases, in_parts, map, product, variant, whole};
-use crate::host::{Lib, RUNTIME};
+use crate::hopper::{epilogue_cases, in_parts, load_by, map, product, variant, whole};
+use crate::host::Lib;
 use crate::planted::all_are_killed;
 use crate::{Test, scenarios, tests};
 
@@ -25,19 +24,12 @@ pub const TESTS: &[Test] = tests![
 ];
 
 /// The variant of a case.
-pub fn skinny(c: &Case) -> Skinny {
+fn skinny(c: &Case) -> Skinny {
     variant(c, c.out == Type::F16, 256).skinny().unwrap()
 }
 
-pub fn load(text: String, v: &Skinny) -> &'static Lib {
-    let defines = v.defines().into_iter().map(|(name, value)| (&*name.leak(), value)).collect();
-    RUNTIME.load(&Unit {
-        name: HOPPER_SKINNY_GEMM.name,
-        text,
-        defines,
-        kernels: HOPPER_SKINNY_GEMM.kernels.to_vec(),
-        smem: v.shared_bytes() as usize,
-    })
+fn load(text: String, v: &Skinny) -> &'static Lib {
+    load_by(&HOPPER_SKINNY_GEMM, text, v.defines(), v.shared_bytes())
 }
 
 /// Libraries of the text as it is, by their variants.
@@ -49,12 +41,7 @@ fn lib(v: &Skinny) -> &'static Lib {
 }
 
 /// Runs `c` by `clusters` clusters, with the contraction cut into parts of `steps` stages; D.
-pub fn check_on(
-    lib: &'static Lib,
-    c: &Case,
-    (clusters, steps): (u32, usize),
-    seed: u64,
-) -> Vec<u8> {
+fn check_on(lib: &'static Lib, c: &Case, (clusters, steps): (u32, usize), seed: u64) -> Vec<u8> {
     let (m, n, k, v) = (c.m, c.n, c.k, skinny(c));
     let parts = k.div_ceil(steps * TILE_K);
     let kernel = lib.kernel("tw_hopper_skinny");

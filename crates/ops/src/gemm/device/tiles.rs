@@ -3,8 +3,7 @@
 
 use tilewire_core::DType;
 use tilewire_kernels::hopper::{
-    CLUSTER, Epilogue as Function, Order, SKINNY_PARTS, SKINNY_ROWS, Skinny, TILE_K, TILE_M,
-    Variant, pairs,
+    CLUSTER, Epilogue, Order, SKINNY_PARTS, SKINNY_ROWS, Skinny, TILE_K, TILE_M, Variant, pairs,
 };
 
 use super::cublaslt::row_counts;
@@ -25,13 +24,13 @@ pub(super) fn variants(d: &GemmDesc) -> Option<Vec<Variant>> {
     let (order, e) = (order(d)?, &d.epilogue);
     let epilogue = match e.activation {
         // A launch of another operation's tile may store the bare product, too.
-        Activation::None if e.bias || e.accumulate => Function::Linear,
-        Activation::None => Function::Plain,
-        Activation::Relu => Function::Relu,
-        Activation::Gelu => Function::Gelu,
-        Activation::SwiGlu => Function::SwiGlu,
-        Activation::DGelu => Function::DGelu,
-        Activation::DSwiGlu => Function::DSwiGlu,
+        Activation::None if e.bias || e.accumulate => Epilogue::Linear,
+        Activation::None => Epilogue::Plain,
+        Activation::Relu => Epilogue::Relu,
+        Activation::Gelu => Epilogue::Gelu,
+        Activation::SwiGlu => Epilogue::SwiGlu,
+        Activation::DGelu => Epilogue::DGelu,
+        Activation::DSwiGlu => Epilogue::DSwiGlu,
     };
     let (f16, out_f32) = (d.a == DType::F16, d.out == DType::F32);
     let fits =
@@ -86,7 +85,7 @@ fn tile_us(v: &Variant, k: usize) -> f64 {
         192 => 0.973,
         _ => 0.845,
     };
-    let waits = v.cols > 256 && v.epilogue != Function::Plain && !v.out_f32;
+    let waits = v.cols > 256 && v.epilogue != Epilogue::Plain && !v.out_f32;
     (v.cols * k) as f64 / rate / RATE + TILE_US + if waits { BIAS_US } else { 0.0 }
 }
 
@@ -139,7 +138,7 @@ pub(super) fn best(
 
 /// The pairs of tiles of a product of (m, n, k), or of a part of its contraction.
 pub(super) fn num_pairs(v: &Variant, [m, n, _]: [usize; 3]) -> usize {
-    let cols = if v.epilogue == Function::SwiGlu { n / 2 } else { n };
+    let cols = if v.epilogue == Epilogue::SwiGlu { n / 2 } else { n };
     pairs(m.div_ceil(TILE_M), cols.div_ceil(v.width()))
 }
 
@@ -307,7 +306,7 @@ fn at_once(v: &Variant, shape: [usize; 3], clusters: u32) -> usize {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::gemm::Epilogue;
+    use crate::gemm::Epilogue as Ends;
 
     const NT: fn(usize, usize, usize) -> GemmDesc = |m, n, k| GemmDesc::nt(m, n, k, DType::BF16);
 
@@ -332,7 +331,7 @@ mod tests {
         ] {
             assert_eq!(best(m, n, k), want, "{m} {n} {k}");
         }
-        let bias = Epilogue { bias: true, ..Epilogue::NONE };
+        let bias = Ends { bias: true, ..Ends::NONE };
         let all_bias = variants(&GemmDesc { epilogue: bias, ..nt }).unwrap();
         for (shape @ [_, _, k], want) in [
             ([2048, 7168, 8192], 320),
@@ -404,7 +403,7 @@ mod tests {
         // The core's parts are others.
         let w = wanted(&NT(256, 1024, 4096), None, 66, 66);
         assert_eq!((w.most_parts(), w.most_parts_of_core()), (8, 6));
-        let swiglu = Epilogue { activation: Activation::SwiGlu, ..Epilogue::NONE };
+        let swiglu = Ends { activation: Activation::SwiGlu, ..Ends::NONE };
         let w = wanted(&GemmDesc { epilogue: swiglu, ..NT(8, 4096, 4096) }, None, 66, 66);
         assert_eq!(w.skinny.map(|(v, c)| (v.width(), c.parts)), Some((64, 3)));
         let tiles = |d| [131, 132].map(|sms| has_few_tiles(&d, sms));
